@@ -36,6 +36,7 @@ from ckptcore.formats.common.part_proof import (
     content_findings,
     evidence_beside,
     is_complete_model,
+    lack,
     layer_findings,
 )
 from ckptcore.formats.common.rank_file_names import TORCH_SUFFIXES, absent_parts, is_state, series, unlinked
@@ -280,9 +281,8 @@ def continued_findings(
         except CkptError:
             continue  # `stray-file` names it: what cannot be read proves nothing
         if name is not None:
-            code = "missing-part" if source.recover else "unproven-parts"
             message = f"{beside} has {name} of the same model as {path}, which is read without it"
-            return [finding(code, "files", message, file=beside, hint=_LIST_HINT)]
+            return [lack(source, "unproven-parts", "files", message, file=beside, hint=_LIST_HINT)]
     return []
 
 
@@ -322,8 +322,7 @@ def fuller_torch_form(
         path = lacking[0][1]
         names = listed([name for name, _ in lacking], 1)
         message = f"{names} of {path} is not in {min(paths)}, which would be read in its place"
-        code = "missing-part" if source.recover else "unproven-parts"
-        findings.append(finding(code, "files", message, file=min(paths), hint=_HINT))
+        findings.append(lack(source, "unproven-parts", "files", message, file=min(paths), hint=_HINT))
     return findings
 
 

@@ -140,9 +140,8 @@ def layer_findings(source: Source, path: str, names: Collection[str]) -> list[Fi
         configs = {PARAMS: _params_beside(source, names)} | config_of
         for name, config in configs.items():
             if (layer := layers.stated_beyond(config)) is not None:
-                code = "missing-part" if source.recover else "unproven-parts"
                 message = f"{name} states more layers than {path} has: {layer} is not there"
-                return [finding(code, "files", message, file=path, hint=_FIND)]
+                return [lack(source, "unproven-parts", "files", message, file=path, hint=_FIND)]
         reason = reason or layers.open_end({key: value for c in configs.values() for key, value in c.items()})
     if reason is None:
         return []
@@ -168,8 +167,7 @@ def _half_pairs(source: Source, shapes: Mapping[str, Shape]) -> list[Finding]:
             message = f"{name} {list(shape)} and {pair} {list(pair_shape)} have no rank in common"
         else:
             continue
-        code = "missing-part" if source.recover else "unproven-parts"
-        findings.append(finding(code, "coverage", message, fqn=name, hint=_FIND))
+        findings.append(lack(source, "unproven-parts", "coverage", message, fqn=name, hint=_FIND))
     return findings[:_MAX_LISTED]
 
 
@@ -187,8 +185,7 @@ def _unlike_adapted(source: Source, paths: Collection[str], shapes: Mapping[str,
     fit = adapter_fit(shapes, json_beside(source, "adapter_config.json"), sizes)
     path = min(paths)
     if fit.problems:
-        code = "missing-part" if source.recover else "unproven-parts"
-        return [finding(code, "coverage", listed(fit.problems, 1), file=path, hint=_FIND)]
+        return [lack(source, "unproven-parts", "coverage", listed(fit.problems, 1), file=path, hint=_FIND)]
     if not fit.unknown:
         return []
     message = f"nothing states the rows of {fit.unknown[0]}: a rank's rows of its lora_B would look like all"
@@ -234,8 +231,7 @@ def torn_findings(source: Source, files: Mapping[str, str], shapes: Mapping[str,
         return []
     name, file = torn
     message = f"{name} is in no file, and other layers have it: {file} may be of another save"
-    code = "missing-part" if source.recover else "unproven-parts"
-    return [finding(code, "files", message, fqn=None, file=file, hint=_UNPROVEN)]
+    return [lack(source, "unproven-parts", "files", message, fqn=None, file=file, hint=_UNPROVEN)]
 
 
 def torn_layer(files: Mapping[str, str]) -> tuple[str, str] | None:
@@ -367,8 +363,12 @@ def recorded(blobs: Iterable[Blob]) -> tuple[int | None, Mapping[str, Any]]:
 
 
 def _missing(source: Source, message: str, path: str, hint: str = _FIND) -> Finding:
-    code = "missing-part" if source.recover else "missing-file"
-    return finding(code, "files", message, file=path, hint=hint)
+    return lack(source, "missing-file", "files", message, file=path, hint=hint)
+
+
+def lack(source: Source, code: str, level: str, message: str, **where: str | None) -> Finding:
+    """Return the finding that a part is missing: no error where the user accepts what is there."""
+    return finding("missing-part" if source.recover else code, level, message, **where)
 
 
 def _stated(source: Source, part: PartName, shapes: Mapping[str, Shape], count: int | None) -> int | None:
@@ -424,11 +424,10 @@ def lacking_by_params(source: Source, params: Mapping[str, Any], names: Iterable
     count = stated if type(stated) is int and layers else 0
     for number in islice((n for n in range(count) if n not in layers), _MAX_LISTED):
         message = f"layers.{number} is in no file, and {PARAMS} has {count} layers"
-        yield finding("missing-part" if source.recover else "missing-file", "files", message)
+        yield lack(source, "missing-file", "files", message)
     for number, rest in islice(torn_layers(layers), _MAX_LISTED):
         name = f"layers.{number}.{rest}"
-        code = "missing-part" if source.recover else "hole"
-        yield finding(code, "coverage", f"{name} is in no file, and other layers have it", fqn=name)
+        yield lack(source, "hole", "coverage", f"{name} is in no file, and other layers have it", fqn=name)
 
 
 def _rank_heads(shapes: Mapping[str, Shape], attention: str) -> int:

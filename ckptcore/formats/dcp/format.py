@@ -27,7 +27,7 @@ from ckptcore.formats.base import (
     Writer,
 )
 from ckptcore.formats.common.join import Part, join, joined_paths
-from ckptcore.formats.common.part_proof import evidence_beside, is_complete_model
+from ckptcore.formats.common.part_proof import evidence_beside, is_complete_model, lack
 from ckptcore.formats.dcp.reader import DATA, RANK_METADATA, dcp_folders, ranges, read_folder
 from ckptcore.utils.step_names import stage_of
 
@@ -94,10 +94,9 @@ def _unproven(
     shapes = {t.fqn: t.shape for t in manifest.tensors}
     if count == last + 1 and is_complete_model(config, shapes):
         return []
-    missing = "missing-part" if source.recover else "missing-file"
     if count <= last:
         why = f"{folder} is a pipeline stage, and {last + 1 - count} before it are not there"
-        return [finding(missing, "files", why, file=folder, hint=_ADVICE)]
+        return [lack(source, "missing-file", "files", why, file=folder, hint=_ADVICE)]
     layers: dict[str, set[int]] = {}
     outside = []
     for name in shapes:
@@ -110,14 +109,13 @@ def _unproven(
         if len(numbers) <= max(numbers):
             absent = next(n for n in range(len(numbers) + 1) if n not in numbers)
             why = f"{container}{absent} is in no stage up to {folder}, and later layers are: one is missing"
-            return [finding(missing, "files", why, file=folder, hint=_ADVICE)]
+            return [lack(source, "missing-file", "files", why, file=folder, hint=_ADVICE)]
     if layers and any(map(_LAST.search, outside)):
         return []
-    code = "missing-part" if source.recover else "unproven-parts"
     message = (
         f"nothing states how many pipeline stages there are: a missing one after {folder} would not be seen"
     )
-    return [finding(code, "files", message, file=folder, hint=_ADVICE)]
+    return [lack(source, "unproven-parts", "files", message, file=folder, hint=_ADVICE)]
 
 
 def _names(manifest: Manifest) -> list[str]:

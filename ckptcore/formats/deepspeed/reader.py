@@ -24,6 +24,7 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import SharedTrees
 from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.part_proof import lack
 from ckptcore.formats.common.shard_pieces import ShardPlacement, Unmerged, same
 from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
@@ -155,8 +156,7 @@ class _Reader:
         names = (name for part in parts for name in part.values)
         for name, message in lacking(self._source, states.sample.tree, names):
             # With recovery, parts are expected to be missing; otherwise a tensor with a hole is damage.
-            code = "missing-part" if self._source.recover else "hole"
-            builder.report(code, "coverage", message, fqn=MODEL + name)
+            builder.findings.append(lack(self._source, "hole", "coverage", message, fqn=MODEL + name))
         builder.findings += misplaced_experts(self._expert_keys)
         # A universal folder may leave out layer files, because its weights are in `zero/`.
         if not self._files.universal or self._files.layers:

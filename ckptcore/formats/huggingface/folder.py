@@ -35,7 +35,7 @@ from ckptcore.formats.common.files_beside import (
     unlike_index,
     unlike_total,
 )
-from ckptcore.formats.common.part_proof import part_findings
+from ckptcore.formats.common.part_proof import lack, part_findings
 from ckptcore.formats.common.rank_file_names import (
     TORCH_SUFFIXES,
     is_run,
@@ -144,8 +144,7 @@ def read_folder(source: Source, format: str) -> Manifest:
         listed_names = files[path]
         if source.listing.get(path) is None:
             builder.file(path, None)
-            code = "missing-part" if source.recover else "missing-file"
-            builder.report(code, "files", f"{path} is missing", file=path)
+            builder.findings.append(lack(source, "missing-file", "files", f"{path} is missing", file=path))
             continue
         names, metadata = _add_file(builder, source, path, file_of)
         if listed is not None and listed_names is not None:

@@ -46,7 +46,7 @@ from ckptcore.formats.base import (
     natural,
 )
 from ckptcore.formats.common.model_layers import torn_layers
-from ckptcore.formats.common.part_proof import json_beside
+from ckptcore.formats.common.part_proof import json_beside, lack
 from ckptcore.formats.common.rank_file_names import NANOTRON
 from ckptcore.formats.common.rank_file_names import NANOTRON_METADATA as METADATA
 from ckptcore.formats.common.rank_file_names import NANOTRON_MODEL as MODEL
@@ -136,8 +136,7 @@ def read_step(source: Source) -> Manifest:
     recorded = _metadata(source)
     if recorded is None:
         message = f"{METADATA} is missing, which nanotron writes when all ranks have saved"
-        code = "missing-part" if source.recover else "not-complete"
-        builder.report(code, "files", message)
+        builder.findings.append(lack(source, "not-complete", "files", message))
     else:
         step = recorded["metas"].get("last_train_step")
         if type(step) is int:
@@ -219,17 +218,14 @@ def _contradicting(source: Source, fqn: str, files: list[_File], mesh: tuple[int
         path = files[0].path
         for axis, rank in (("tp", tp), ("exp", exp)):
             path = re.sub(rf"_{axis}-rank-\d+", f"_{axis}-rank-{rank}", path)
-        yield _missing(source, f"{path} is missing: it is one of {size[1] * size[2]} ranks' files", path)
+        message = f"{path} is missing: it is one of {size[1] * size[2]} ranks' files"
+        yield lack(source, "missing-file", "files", message, file=path)
     beyond = next(
         (f for f in files if f.ranks and any(r >= n for r, n in zip(f.ranks, size, strict=True))), None
     )
     if beyond is not None:
         message = f"a rank in the name of {beyond.path} exceeds its count"
         yield finding("mixed-saves", "files", message, fqn=fqn, file=beyond.path)
-
-
-def _missing(source: Source, message: str, path: str | None = None) -> Finding:
-    return finding("missing-part" if source.recover else "missing-file", "files", message, file=path)
 
 
 def _add_tensor(
@@ -332,7 +328,7 @@ def _lacking(source: Source, names: Mapping[str, list[_File]]) -> Iterator[Findi
     else:
         why = f"{start}{needed - 1} is there" if layers else "every such model has it"
     for number in islice((n for n in range(needed) if n not in layers), _MAX_LISTED):
-        yield _missing(source, f"{start}{number} is in no file, and {why}")
+        yield lack(source, "missing-file", "files", f"{start}{number} is in no file, and {why}")
     if layers and max(layers) >= needed:
         message = f"{start}{max(layers)} is there, and {why}: files are of another save"
         yield finding("mixed-saves", "files", message)
@@ -353,7 +349,7 @@ def _lacking(source: Source, names: Mapping[str, list[_File]]) -> Iterator[Findi
         ends.append("lm_head.")
     lost |= {(-1, f"{end}weight") for end in ends if not any(end in name for name in names)}
     for _, name in islice(sorted(lost), _MAX_LISTED):
-        yield _missing(source, f"{name} is in no file, and every such model has it")
+        yield lack(source, "missing-file", "files", f"{name} is in no file, and every such model has it")
     if stated is None:
         message = (
             f"nothing states how many layers there are: {_CONFIG} is missing, or has no num_hidden_layers"

@@ -30,7 +30,7 @@ from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.optimizer_numbers import Shape
-from ckptcore.formats.common.part_proof import unproven_findings
+from ckptcore.formats.common.part_proof import lack, unproven_findings
 from ckptcore.formats.common.rank_file_names import (
     ITEM,
     METADATA,
@@ -223,8 +223,7 @@ def read_items(source: Source) -> Manifest:
     folder = source.store.url.rstrip("/").rsplit("/", 1)[-1]
     if folder.startswith(_TEMPORARY):
         message = f"{folder} is the folder of a save that did not finish: it is renamed at the end"
-        code = "missing-part" if source.recover else "not-complete"
-        builder.report(code, "files", message)
+        builder.findings.append(lack(source, "not-complete", "files", message))
     origin: dict[str, Any] = {"parts": [kind.stem for kind in kinds]}
     if world is not None:
         origin["world_size"] = world

@@ -46,7 +46,7 @@ from ckptcore.formats.common.files_beside import (
     unlike_index,
     unlike_total,
 )
-from ckptcore.formats.common.part_proof import part_findings
+from ckptcore.formats.common.part_proof import lack, part_findings
 from ckptcore.formats.common.rank_file_names import (
     is_adapter,
     is_run,
@@ -194,8 +194,7 @@ def read(source: Source) -> Manifest:
     for name in names:
         if name not in source.listing:
             builder.file(name, None)
-            code = "missing-part" if source.recover else "missing-file"
-            builder.report(code, "files", f"{name} is missing", file=name)
+            builder.findings.append(lack(source, "missing-file", "files", f"{name} is missing", file=name))
             continue
         with passing() if len(names) > 1 else nullcontext():
             objects = _read(source, name, WRAPPED_TABLE)
