@@ -578,6 +578,8 @@ def with_dims(table: Ints, rank: int, fill: int) -> Ints:
     >>> with_dims(np.array([[2, 3]]), 4, 1).tolist()
     [[2, 3, 1, 1]]
     """
+    if table.shape[1] == rank:
+        return table
     return np.pad(table, ((0, 0), (0, rank - table.shape[1])), constant_values=fill)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptcore.core.manifest import with_dims
 from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.pickle.library_globals import PATHS
 from ckptcore.encodings.pickle.torch_globals import COMMON, DTYPE_GLOBALS
@@ -260,7 +261,7 @@ class Ragged:
         self._flush()
         width = max((d.shape[1] for d, _ in self._parts), default=0)
         ranks = np.concatenate([np.zeros(0, np.int8), *(r for _, r in self._parts)])
-        return _concatenated([widened(d, width) for d, _ in self._parts], width), ranks
+        return _concatenated([with_dims(d, width, 0) for d, _ in self._parts], width), ranks
 
     def _flush(self) -> None:
         if self._rank:
@@ -270,15 +271,6 @@ class Ragged:
             dims[np.arange(dims.shape[1]) < rank[:, None]] = np.array(self._flat, np.int64)
             self._parts.append((dims, rank.astype(np.int8)))
             self._flat, self._rank = array("q"), array("q")
-
-
-def widened(table: Ints, width: int) -> Ints:
-    """Return the table, with columns of zeros appended up to a width."""
-    if table.shape[1] == width:
-        return table
-    out = np.zeros((len(table), width), np.int64)
-    out[:, : table.shape[1]] = table
-    return out
 
 
 def _concatenated(parts: list[Ints], width: int) -> Ints:
@@ -503,10 +495,10 @@ class Join:
     def __init__(self, places: Places, chunks: MetadataChunks, shapes: Ints, ranks: Ints) -> None:
         """Match chunks with places; shapes and ranks (-2 for no tensor) are by the number of a name."""
         width = max(places.offset.shape[1], chunks.offset.shape[1], shapes.shape[1])
-        keys = _Keys(widened(shapes, width), ranks)
+        keys = _Keys(with_dims(shapes, width, 0), ranks)
         # One integer per name and offset: sorting integers is far cheaper than sorting rows.
-        stored = keys.of(places.name, widened(places.offset, width), places.rank)
-        listed = keys.of(chunks.name, widened(chunks.offset, width), chunks.rank)
+        stored = keys.of(places.name, with_dims(places.offset, width, 0), places.rank)
+        listed = keys.of(chunks.name, with_dims(chunks.offset, width, 0), chunks.rank)
         order = order_in_groups(stored, places.name)
         ordered = stored[order]
         last = np.ones(len(order), np.bool_)
