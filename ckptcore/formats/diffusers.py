@@ -25,6 +25,7 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.errors import AmbiguousModel, Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Literal, Reader, Source
 from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.common.part_proof import lack
 from ckptcore.formats.huggingface.quantized import FORMAT as QUANTIZED
 from ckptcore.formats.huggingface.safetensors import FORMAT as SAFETENSORS
 from ckptcore.formats.huggingface.safetensors import arrange as arrange_model
@@ -68,7 +69,7 @@ def read(source: Source) -> Manifest:
     findings: list[Finding] = []
     components = _components(index)
     for name, kind in components.items():
-        part = _read_component(source.below(name), name, kind, findings, recover=source.recover)
+        part = _read_component(source.below(name), name, kind, findings)
         parts += [] if part is None else [part]
     libraries = {name: index[name][0] for name in components}
     origin = {"models": [part.folder for part in parts], "components": libraries}
@@ -108,9 +109,7 @@ def _components(index: Mapping[str, Any]) -> dict[str, str]:
     return components
 
 
-def _read_component(
-    source: Source, name: str, kind: str, findings: list[Finding], *, recover: bool
-) -> Part | None:
+def _read_component(source: Source, name: str, kind: str, findings: list[Finding]) -> Part | None:
     """Return a component's tensors below its name; None for one without weights, or that is not there."""
     # A quantised folder is one of safetensors, too.
     formats = [f for f in (QUANTIZED, SAFETENSORS, TORCH_SAVE) if f.detect(source) is not None]
@@ -132,11 +131,9 @@ def _read_component(
         )
     is_model = _CONFIG in source.listing or not _STATELESS.fullmatch(kind)
     if is_model or not source.listing:
-        code = "missing-part" if recover else "missing-file"
         lacks = f"weights of {name}" if source.listing else name
-        findings.append(
-            finding(code, "files", f"{lacks} ({kind}) is not there, and {_INDEX} lists it", file=f"{name}/")
-        )
+        message = f"{lacks} ({kind}) is not there, and {_INDEX} lists it"
+        findings.append(lack(source, "missing-file", "files", message, file=f"{name}/"))
     return None
 
 

@@ -65,7 +65,7 @@ from ckptcore.errors import (
 from ckptcore.formats.base import Evidence, Format, Reader, Source, natural
 from ckptcore.formats.common.files_beside import INDEX, WeightIndex, read_index, take_index
 from ckptcore.formats.common.join import Part, join, joined_paths
-from ckptcore.formats.common.part_proof import evidence_beside, is_complete_model, json_beside
+from ckptcore.formats.common.part_proof import evidence_beside, is_complete_model, json_beside, lack
 from ckptcore.formats.dcp.reader import dcp_folders, read_folder
 from ckptcore.utils.foreign_text import InvalidText, parsing
 from ckptcore.utils.text import listed as some_of
@@ -721,12 +721,9 @@ def _incomplete(
     )
     names = () if proven else unproven(shards, known_shapes([folder, source], shards))
     if names:
-        yield finding(
-            "missing-part" if folder.recover else "unproven-shape",
-            "coverage",
-            f"{some_of(names, 1)} would be larger if ranks after rank "
-            f"{max(shards.ranks, 1) - 1} had written shards: no file records the number of ranks",
-        )
+        message = f"{some_of(names, 1)} would be larger if ranks after rank {max(shards.ranks, 1) - 1} had "
+        message += "written shards: no file records the number of ranks"
+        yield lack(folder, "unproven-shape", "coverage", message)
     expected_paths = shards.sizes.keys() | {tensor.path for tensor in consolidated.values()}
     for path in folder.listing:
         if path.endswith(".safetensors") and "/" not in path and path not in expected_paths:

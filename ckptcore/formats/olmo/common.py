@@ -114,9 +114,9 @@ def train_part(source: Source) -> Part | None:
         for rank, value in by_rank.items():
             trees[rank][1].add(f"train.rank{rank}.{key}", value)
     builder.findings += _contradictions({r: t for r, (t, _) in trees.items()}, files)
-    return Part(
-        builder.build("torch_save", source.store.url, _run_facts(trees[min(trees)][0] if trees else {}))
-    )
+    tree = trees[min(trees)][0] if trees else {}
+    facts = {k: tree[k] for k in ("global_step", "world_size") if type(tree.get(k)) is int}
+    return Part(builder.build("torch_save", source.store.url, facts))
 
 
 def missing_part(name: str, part: str) -> Finding:
@@ -144,10 +144,6 @@ def open_file(
 def _same_values(first: Any, second: Any) -> bool:
     """Return whether two ranks' values are equal, without reading bytes of tensors."""
     return first is second or (type(first) is type(second) and first == second and not holds_tensor(first))
-
-
-def _run_facts(tree: dict[Any, Any]) -> dict[str, Any]:
-    return {k: tree[k] for k in ("global_step", "world_size") if type(tree.get(k)) is int}
 
 
 def _contradictions(trees: dict[int, dict[Any, Any]], files: dict[int, str]) -> Iterable[Finding]:
