@@ -13,10 +13,10 @@ bytes are read only for values that hold tensors.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from glob import escape
 from typing import Any
 
 from ckptcore.api import convert, read
@@ -148,17 +148,12 @@ def remove(
         raise UsageError(
             f"to must be {' or '.join(FORMATS)} (got {to!r})", hint="choose a Megatron-Core format"
         )
-    globs = tuple(_escaped(prefix) + "*" for prefix in prefixes)
+    globs = tuple(escape(prefix) + "*" for prefix in prefixes)
     return convert(source, destination, to=to, exclude=globs, settings=settings)
 
 
 def _version_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
-
-
-def _escaped(text: str) -> str:
-    """Return the glob that matches exactly this text."""
-    return re.sub(r"([*?[])", r"[\1]", text)
 
 
 def _with_tensors(value: Any, manifest: Manifest) -> Any:

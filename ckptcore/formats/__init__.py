@@ -306,12 +306,8 @@ def _read_manifest(source: Source) -> Manifest:
     except UnknownFormat as error:
         from ckptcore.formats.nearest_reading import what_opens
 
-        openable, hint = what_opens(source, _detect_located)
+        openable, hint = what_opens(source, lambda inner: detect(located(inner)[0]))
         raise UnknownFormat(f"{error.message}{openable}", hint=hint or error.hint) from error
-
-
-def _detect_located(source: Source) -> tuple[Format, Evidence]:
-    return detect(located(source)[0])
 
 
 def _of_format(root: Source, source: Source, way: tuple[str, ...]) -> Manifest:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from math import prod
 from typing import Any
@@ -30,8 +30,8 @@ from ckptcore.core.manifest import Item, Manifest, TensorSpec, Unread
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import decode
 from ckptcore.encodings.json_text import parse
-from ckptcore.encodings.safetensors_header import HeaderText, read_header
-from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedDtype, UnsupportedFormat, finding
+from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import (
     Arrangement,
     Evidence,
@@ -40,7 +40,6 @@ from ckptcore.formats.base import (
     Layout,
     Literal,
     Reader,
-    Slot,
     Source,
     Writer,
     natural,
@@ -51,6 +50,7 @@ from ckptcore.formats.common.rank_file_names import NANOTRON
 from ckptcore.formats.common.rank_file_names import NANOTRON_METADATA as METADATA
 from ckptcore.formats.common.rank_file_names import NANOTRON_MODEL as MODEL
 from ckptcore.formats.common.shard_pieces import Piece, PlacedTensors, Shape, ShardPlacement, same
+from ckptcore.formats.huggingface.safetensors import file_layout, require_dtype
 from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.text import listed, short_repr
 
@@ -382,25 +382,19 @@ def _tensor_file(number: int, spec: TensorSpec) -> FileLayout:
             f"cannot write {spec.fqn}: nothing says how ranks of nanotron share it",
             hint=f"leave it out with --exclude {spec.fqn}",
         )
-    if BY_NAME[spec.dtype].safetensors is None:
-        raise UnsupportedDtype(
-            f"safetensors has no dtype {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype
-        )
+    require_dtype(spec)
     texts = None
     if shared:
         box = "|".join([f"0,{spec.shape[0]},None", *[_ALL] * (len(spec.shape) - 1)])
         texts = {
-            "version": _WRITTEN,
-            "local_global_slices_pairs": f"{'|'.join([_ALL] * len(spec.shape))}#{box}",
+            _VERSION: _WRITTEN,
+            _PAIRS: f"{'|'.join([_ALL] * len(spec.shape))}#{box}",
             _SHAPE: str(tuple(spec.shape)),
         }
-    header = HeaderText(texts)
-    start = header.add(_DATA, spec.dtype, spec.shape)
-    prefix = header.packed(64)
     module, _, leaf = spec.fqn.rpartition(".")
     path = f"{MODEL}{module.replace('.', '/')}/model_{leaf}{_ONE_RANK * shared}.safetensors"
-    slots, literals = (Slot(0, len(prefix) + start),), (Literal(0, prefix),)
-    return FileLayout(path, len(prefix) + header.end, (number,), slots, literals)
+    layout = file_layout(path, [0], [TensorSpec(_DATA, spec.dtype, spec.shape)], texts)
+    return replace(layout, tensors=(number,))
 
 
 def _json_file(path: str, content: Any, *, commit: bool = False) -> FileLayout:

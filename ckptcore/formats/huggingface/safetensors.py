@@ -60,10 +60,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
         NameMismatch: A safetensors file cannot have such a name.
     """
     for spec in request.tensors:
-        if BY_NAME[spec.dtype].safetensors is None:
-            raise UnsupportedDtype(
-                f"safetensors has no dtype {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype
-            )
+        require_dtype(spec)
     limit = request.max_file_bytes if request.single is None else None
     groups = pack(request.tensors, limit)
     single = request.single or f"{request.stem}.safetensors"
@@ -78,10 +75,18 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
         if number == 0 and objects:
             metadata[OBJECTS] = canonical_json(objects).decode()
             metadata[OBJECTS_VERSION] = str(VERSION)
-        layouts.append(_file_layout(path, group, request.tensors, metadata, commit=count == 1))
+        layouts.append(file_layout(path, group, request.tensors, metadata, commit=count == 1))
     if count > 1:
         layouts.append(_index(index_name(request.stem), layouts, request.tensors, {}, index_entries))
     return tuple(layouts)
+
+
+def require_dtype(spec: TensorSpec) -> None:
+    """Raise `UnsupportedDtype` for a tensor that no safetensors file can hold."""
+    if BY_NAME[spec.dtype].safetensors is None:
+        raise UnsupportedDtype(
+            f"safetensors has no dtype {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype
+        )
 
 
 def _in_place(
@@ -158,14 +163,15 @@ def pack(tensors: Sequence[TensorSpec], max_file_bytes: int | None) -> list[list
     return groups
 
 
-def _file_layout(
+def file_layout(
     path: str,
     group: Sequence[int],
     tensors: Sequence[TensorSpec],
-    metadata: Mapping[str, str],
+    metadata: Mapping[str, str] | None,
     *,
-    commit: bool,
+    commit: bool = False,
 ) -> FileLayout:
+    """Lay out a file of some of the tensors, with entries of its `__metadata__`."""
     # Wide elements first, so that every tensor starts at a multiple of its element's width.
     order = sorted(group, key=lambda i: -BY_NAME[tensors[i].dtype].itemsize)
     header = HeaderText(metadata)
