@@ -23,7 +23,7 @@ EXPERT = re.compile(
 EXPERT_OPTIM = re.compile(r"^expp_rank_(?P<ep>[0-9]{1,7})_mp_rank_(?P<mp>[0-9]{1,7})_optim_states\.pt$")
 LAYER = re.compile(r"^layer_(?P<layer>[0-9]{1,7})(?:-model_(?P<tp>[0-9]{1,7}))?-model_states\.pt$")
 UNIVERSAL = re.compile(r"^zero/(?P<name>.+)/(?P<key>[A-Za-z0-9_]+)\.pt$", re.DOTALL)
-# Field of `CheckpointFiles`, its names, and the number that stands for one that a name lacks.
+# Field of `CheckpointFiles`, its names, and the number recorded for one that a name lacks.
 _KINDS = (
     ("model", MODEL, -1),
     ("optim", OPTIM, -1),
