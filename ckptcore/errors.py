@@ -731,8 +731,8 @@ def finding(
 
 def findings_of(error: CkptError) -> tuple[Finding, ...]:
     """Return the findings of an error; the error itself as one, where it has none."""
-    own = Finding(error.code, "files", error.message, hint=error.hint)
-    return tuple(error.values.get("findings", ())) or (own,)
+    lone = Finding(error.code, "files", error.message, hint=error.hint)
+    return tuple(error.values.get("findings", ())) or (lone,)
 
 
 def error_classes() -> list[type[CkptError]]:

@@ -41,14 +41,14 @@ def clean(text: str) -> str:
     return redacted(storable(text))
 
 
-def storable_finding(found: Finding) -> dict[str, Any]:
+def storable_finding(reported: Finding) -> dict[str, Any]:
     """Return the columns of a finding, as every database can store them."""
     names = {
         name: None if text is None else storable(text)
-        for name, text in (("fqn", found.fqn), ("file", found.file))
+        for name, text in (("fqn", reported.fqn), ("file", reported.file))
     }
-    texts = {"message": clean(found.message), "hint": clean(found.hint)}
-    return {"code": found.code, "level": found.level, "severity": found.severity, **texts, **names}
+    texts = {"message": clean(reported.message), "hint": clean(reported.hint)}
+    return {"code": reported.code, "level": reported.level, "severity": reported.severity, **texts, **names}
 
 
 def clean_json(value: Any) -> str:

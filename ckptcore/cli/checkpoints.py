@@ -62,7 +62,7 @@ def inspect(src: Srcs, **arguments: Any) -> None:
         manifest,
         options.include or (),
         options.exclude or (),
-        every=arguments["all"],
+        show_all=arguments["all"],
         as_json=arguments["output"] is Output.JSON,
     )
 
@@ -102,10 +102,10 @@ def validate(src: Srcs, level: Level = "coverage", **arguments: Any) -> None:
     except CkptError as error:
         if error.exit_code != 1:
             raise
-        show.report(show.report_of(error, url, level), every=arguments["all"], as_json=as_json)
+        show.report(show.report_of(error, url, level), show_all=arguments["all"], as_json=as_json)
         raise typer.Exit(1) from error
     # The answer comes first: an unusable catalog must not hide a result that took hours.
-    show.report(report, manifest, every=arguments["all"], as_json=as_json)
+    show.report(report, manifest, show_all=arguments["all"], as_json=as_json)
     if not options.no_catalog and not is_average(url):  # an average is at no place
         from ckptcore.operations.registered_files import record_report
 
@@ -214,7 +214,7 @@ def stats(
         else:
             between = changes(*manifests, settings=settings, progress=progress)
             measured = between.measured
-    every, as_json = arguments["all"], arguments["output"] is Output.JSON
+    show_all, as_json = arguments["all"], arguments["output"] is Output.JSON
     alarms = []
     if not options.no_catalog and not is_average(urls[-1]):
         from ckptcore.conversion.registration import record_statistics
@@ -222,9 +222,9 @@ def stats(
         before = None if between is None else (urls[0], between)
         alarms = record_statistics(manifests[-1], urls[-1], measured, options.catalog, before)
     if between is None:
-        show.statistics(measured, urls[0], alarms, every=every, as_json=as_json)
+        show.statistics(measured, urls[0], alarms, show_all=show_all, as_json=as_json)
     else:
-        show.changes(between, urls, alarms, every=every, as_json=as_json)
+        show.changes(between, urls, alarms, show_all=show_all, as_json=as_json)
     raise typer.Exit(1 if alarms else 0)
 
 

@@ -302,7 +302,7 @@ def plan(
 
         frees = purge_frees(options.register_in, dst)
     as_json = arguments["output"] is Output.JSON
-    show.plan(composed, manifest, peak, costs, frees, every=arguments["all"], as_json=as_json)
+    show.plan(composed, manifest, peak, costs, frees, show_all=arguments["all"], as_json=as_json)
 
 
 @takes(RUN, declared(*PROOF, *RECORD), ANSWER)

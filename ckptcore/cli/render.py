@@ -56,10 +56,10 @@ def manifest(
     include: Sequence[str],
     exclude: Sequence[str] = (),
     *,
-    every: bool = False,
+    show_all: bool = False,
     as_json: bool,
 ) -> None:
-    """Print the answer of `inspect`. every: list every tensor on a terminal, too."""
+    """Print the answer of `inspect`. show_all: list every tensor on a terminal, too."""
     from ckptcore.checking.summary import piece_owners, summarize
     from ckptcore.core.subset import describe_derived
     from ckptcore.naming.rename import matches
@@ -99,8 +99,10 @@ def manifest(
     out = terminal.console()
     _print_summary(out, value, summary)
     _print_placements(out, placements, summary.ranks)
-    _print_pairs(out, "cannot be read", [(name, why.describe()) for name, why in value.unread.items()], every)
-    limit = _limit(_TENSORS, every)
+    _print_pairs(
+        out, "cannot be read", [(name, why.describe()) for name, why in value.unread.items()], show_all
+    )
+    limit = _limit(_TENSORS, show_all)
     rows = [
         (t.fqn, t.dtype, str([*t.shape]), computed[i] if i in computed else str(chunks[i]))
         for i, t in tensors[:limit]
@@ -174,13 +176,13 @@ def owners_text(placement: PieceOwners, ranks: Sequence[str]) -> str:
     return " | ".join(pieces) if len(pieces) <= _PIECES // 2 else spans(pieces)
 
 
-def report(value: Report, manifest: Manifest | None = None, *, every: bool = False, as_json: bool) -> None:
+def report(value: Report, manifest: Manifest | None = None, *, show_all: bool = False, as_json: bool) -> None:
     """Print the answer of `validate`.
 
     Args:
         value: The report.
         manifest: What was checked, if it could be read.
-        every: List every finding on a terminal, too.
+        show_all: List every finding on a terminal, too.
         as_json: Print JSON.
     """
     if as_json:
@@ -199,7 +201,7 @@ def report(value: Report, manifest: Manifest | None = None, *, every: bool = Fal
     )
     if manifest is not None:
         _print_summary(out, manifest)
-    _findings(out, value.findings, every)
+    _findings(out, value.findings, show_all)
 
 
 def report_of(error: CkptError, source: str, level: str) -> Report:
@@ -219,7 +221,7 @@ def plan(
     costs: RequestCosts | None,
     frees: int,
     *,
-    every: bool = False,
+    show_all: bool = False,
     as_json: bool,
 ) -> None:
     """Print the answer of `plan`.
@@ -230,7 +232,7 @@ def plan(
         peak: Bytes of memory that a run should take at most.
         costs: Requests to an object store.
         frees: Bytes that `retire --purge` frees on the disk of the destination.
-        every: List every file and name on a terminal, too.
+        show_all: List every file and name on a terminal, too.
         as_json: Print JSON.
     """
     if as_json:
@@ -265,11 +267,11 @@ def plan(
     for s in value.stages:
         other_tensors = f"; {some(s.others)}" if s.others else ""
         out.print(terminal.text(f"  pp={s.stage}: layers {s.ranges or 'none'}{other_tensors}"))
-    _print_rows_of(out, value, every)
-    _findings(out, value.warnings, every)
+    _print_rows_of(out, value, show_all)
+    _findings(out, value.warnings, show_all)
 
 
-def _print_rows_of(out: Console, value: Composed, every: bool) -> None:
+def _print_rows_of(out: Console, value: Composed, show_all: bool) -> None:
     """Print a plan's files and what happens to names: a line for each kind, where its table is long."""
     p = value.plan
     tables: dict[str, list[tuple[str, ...]]] = {
@@ -281,7 +283,7 @@ def _print_rows_of(out: Console, value: Composed, every: bool) -> None:
         "tied": [(gone, f"{stays}, equality is checked") for gone, stays in p.ties],
         "dropped": list(p.dropped),
     }
-    cut = [name for name, table in tables.items() if len(table) > _limit(_FEW_ROWS, every)]
+    cut = [name for name, table in tables.items() if len(table) > _limit(_FEW_ROWS, show_all)]
     for name in cut:
         first = tables[name][0]
         such = first[0] if name == "file" else f"{first[0]}: {first[1]}"
@@ -464,16 +466,16 @@ def fingerprint(value: Fingerprints, url: str, live: LiveComparison | None, *, a
 
 
 def statistics(
-    tensors: Sequence[MeasuredTensor], url: str, alarms: Sequence[Finding], *, every: bool, as_json: bool
+    tensors: Sequence[MeasuredTensor], url: str, alarms: Sequence[Finding], *, show_all: bool, as_json: bool
 ) -> None:
-    """Print the answer of `stats` of one checkpoint: outliers first, or with ``every`` all."""
+    """Print the answer of `stats` of one checkpoint: outliers first, or with ``show_all`` all."""
     if as_json:
         rows = [tensor.as_dict() for tensor in tensors]
         terminal.write_json({"tensors": rows, "alarms": [alarm.as_dict() for alarm in alarms]})
         return
     out = terminal.console()
     listed = sorted(tensors, key=_outlying)
-    top = listed if every else listed[: _limit(_MOST)]
+    top = listed if show_all else listed[: _limit(_MOST)]
     out.print(terminal.text(f"{url}: {count(len(tensors), 'tensor')}, outliers first"), soft_wrap=True)
     cells = [(tensor.fqn, tensor.dtype, *_own_numbers(tensor.statistics)) for tensor in top]
     print_table(out, ("tensor", "dtype", *_OWN_HEADS), cells)
@@ -482,15 +484,15 @@ def statistics(
 
 
 def changes(
-    value: Changes, urls: Sequence[str], alarms: Sequence[Finding], *, every: bool, as_json: bool
+    value: Changes, urls: Sequence[str], alarms: Sequence[Finding], *, show_all: bool, as_json: bool
 ) -> None:
-    """Print the answer of `stats` of two checkpoints: what moved most, or with ``every`` all tensors."""
+    """Print the answer of `stats` of two checkpoints: what moved most, or with ``show_all`` all tensors."""
     if as_json:
         terminal.write_json(value.as_dict() | {"alarms": [alarm.as_dict() for alarm in alarms]})
         return
     out = terminal.console()
     listed = sorted(value.tensors, key=lambda change: (-change.relative, change.fqn))
-    top = listed if every else listed[: _limit(_MOST)]
+    top = listed if show_all else listed[: _limit(_MOST)]
     out.print(terminal.text(f"{urls[0]} to {urls[1]}: what moved most first"), soft_wrap=True)
     cells = [
         (change.fqn, _number(change.relative), _number(change.cosine), *_own_numbers(change.after))
@@ -700,9 +702,9 @@ def progress() -> Iterator[Progress]:
         yield advance
 
 
-def _limit(rows: int, every: bool = False) -> int:
+def _limit(rows: int, show_all: bool = False) -> int:
     """Return how many rows a table has at most: into a pipe, and on demand, all of them."""
-    return sys.maxsize if every or terminal.is_piped() else rows
+    return sys.maxsize if show_all or terminal.is_piped() else rows
 
 
 def _print_remainder(out: Console, number: int, what: str, demand: str) -> None:
@@ -711,29 +713,29 @@ def _print_remainder(out: Console, number: int, what: str, demand: str) -> None:
         out.print(f"and {number:,} more {what}".rstrip() + f" ({demand})")
 
 
-def _findings(out: Console, findings: Sequence[Finding], every: bool | None = None) -> None:
-    """Print findings. every: whether all of them are asked for; None where the command has no ``--all``."""
+def _findings(out: Console, findings: Sequence[Finding], show_all: bool | None = None) -> None:
+    """Print findings. show_all: whether all are asked for; None where the command has no ``--all``."""
     if not findings:
         return
     table = new_table()
     for column in ("finding", "level", "message"):
         table.add_column(column, overflow="fold")
-    limit = _limit(_ROWS if every is None else _FINDINGS, bool(every))
+    limit = _limit(_ROWS if show_all is None else _FINDINGS, bool(show_all))
     for f in findings[:limit]:
         message = terminal.text(f.message, lines=True)
         if f.hint:
             message.append("\n").append_text(terminal.text((f"next: {f.hint}", "dim")))
         table.add_row(terminal.text((f.code, _STYLE[f.severity])), f.level, message)
     out.print(table)
-    _print_remainder(out, len(findings) - limit, "", _JSON if every is None else _ALL)
+    _print_remainder(out, len(findings) - limit, "", _JSON if show_all is None else _ALL)
 
 
 def _print_pairs(
-    out: Console, title: str, rows: Sequence[tuple[str, str]], every: bool | None = None
+    out: Console, title: str, rows: Sequence[tuple[str, str]], show_all: bool | None = None
 ) -> None:
-    """Print a table of names, each with a text. every: see `_findings`."""
+    """Print a table of names, each with a text. show_all: see `_findings`."""
     if not rows:
         return
-    limit = _limit(_ROWS, bool(every))
+    limit = _limit(_ROWS, bool(show_all))
     print_table(out, (title, ""), rows[:limit], names=(0, 1) if title in _NAMES_TWICE else (0,))
-    _print_remainder(out, len(rows) - limit, title, _JSON if every is None else _ALL)
+    _print_remainder(out, len(rows) - limit, title, _JSON if show_all is None else _ALL)

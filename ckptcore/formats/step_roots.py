@@ -32,7 +32,7 @@ def located(source: Source) -> tuple[Source, tuple[str, ...]]:
     for _ in range(_MAX_HOPS):
         if source.name is not None:
             break
-        location = next((found for find in ROOTS if (found := find(source)) is not None), None)
+        location = next((root for find in ROOTS if (root := find(source)) is not None), None)
         if location is None:
             break
         folder, why = location

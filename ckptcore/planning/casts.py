@@ -189,7 +189,7 @@ def _partners(source: Manifest, mapped: Mapped) -> dict[str, str]:
     return {name: partner for name, partner in partners.items() if partner is not None}
 
 
-def _of_cast(code: str, dtype: str | None, does: str, names: list[str], how: str = "") -> list[Finding]:
+def _of_cast(code: str, dtype: str | None, does: str, names: list[str], of: str = "") -> list[Finding]:
     """Return the finding about tensors that a cast does not treat like the others; none about no tensors."""
-    message = f"--dtype {dtype} {does} {count(len(names), 'tensor')}{how}: {some(names)}"
+    message = f"--dtype {dtype} {does} {count(len(names), 'tensor')}{of}: {some(names)}"
     return [finding(code, "coverage", message)] if names else []

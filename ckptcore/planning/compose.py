@@ -461,9 +461,9 @@ def _adapter_alone(
         )
         beside = replace(beside, findings=(*beside.findings, *warnings))
         form = beside.adapter.form if beside.adapter is not None else None
-        found = find_adapter([t.fqn for t in mapped.manifest.tensors], form)
-        assert found is not None  # the map makes nothing else
-        adapter = found
+        renamed_adapter = find_adapter([t.fqn for t in mapped.manifest.tensors], form)
+        assert renamed_adapter is not None  # the map makes nothing else
+        adapter = renamed_adapter
     if beside.adapter is not None:
         tensors = mapped.manifest.tensors
         shapes = {t.fqn: t.shape for t in tensors if t.fqn in adapter.hub or dtypes.get(t.dtype).is_float}
@@ -706,8 +706,12 @@ class _Named:
 def _named_tensors(
     request: Request, manifest: Manifest, model: ModelPart | None, config: ConfigFolder | None
 ) -> _Named:
-    kept: dict[str, Any] = {"include": request.include, "exclude": request.exclude, "rename": request.rename}
-    remapped = partial(remap, manifest, **kept, model=model)
+    selection: dict[str, Any] = {
+        "include": request.include,
+        "exclude": request.exclude,
+        "rename": request.rename,
+    }
+    remapped = partial(remap, manifest, **selection, model=model)
     bare = remapped()
     mapped_names = in_world(request, manifest, bare, config) if model is not None else None
     return _Named(bare, remapped, mapped_names, None if mapped_names is None else mapped_names.mapped)

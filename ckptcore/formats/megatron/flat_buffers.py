@@ -646,12 +646,12 @@ def _chunk_table(
     width = min(rank, c.lo.shape[1])
     for begin, of in zip(first.tolist(), rows, strict=False):
         if isinstance(of, int):
-            there, stored = slice(begin, begin + int(old[of])), slice(int(c.first[of]), int(c.first[of + 1]))
-            lo[there, :width], shape[there, :width] = c.lo[stored, :width], c.shape[stored, :width]
-            item[there] = c.item[stored]
+            copied, stored = slice(begin, begin + int(old[of])), slice(int(c.first[of]), int(c.first[of + 1]))
+            lo[copied, :width], shape[copied, :width] = c.lo[stored, :width], c.shape[stored, :width]
+            item[copied] = c.item[stored]
             if c.view is not None:
-                view[there, 2 + width :] = np.where(c.view[stored, :1] < 0, -1, 0)
-                view[there, : 2 + width] = c.view[stored, : 2 + width]
+                view[copied, 2 + width :] = np.where(c.view[stored, :1] < 0, -1, 0)
+                view[copied, : 2 + width] = c.view[stored, : 2 + width]
             continue
         for index, (offset, extent, number, start, steps, flags) in enumerate(of, begin):
             lo[index, : len(offset)], shape[index, : len(extent)], item[index] = offset, extent, number
