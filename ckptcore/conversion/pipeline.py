@@ -404,7 +404,8 @@ def publishing(
     began = time.perf_counter()
     observe = registration is not None and settings.verify  # what was not verified is no first sight
     with span("inspect", source=request.source):
-        manifest = inspected(request, observe=observe)
+        weights, recover, quantized = request.weights, request.recover, request.keep_quantized
+        manifest = inspect(request.source, recover, quantized, weights, observe=observe)
     # Given to the caller before anything can fail: a failure is recorded with the source it belongs to.
     manifests.append(manifest)
     live = LiveSource.of(source_record)

@@ -34,9 +34,9 @@ RESTORE_HINT = (
 )
 
 
-def inspected(request: Request, *, observe: bool = False) -> Manifest:
+def inspected(request: Request) -> Manifest:
     """Return the manifest of a request's source, as a conversion reads it."""
-    return inspect(request.source, request.recover, request.keep_quantized, request.weights, observe=observe)
+    return inspect(request.source, request.recover, request.keep_quantized, request.weights)
 
 
 def differs(file: FileRow, digest: str) -> Finding | None:
