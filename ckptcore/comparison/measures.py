@@ -71,7 +71,8 @@ class Sums:
     def add(self, box_sums: Sums) -> None:
         """Add those of another box."""
         self.maxima = np.maximum(self.maxima, box_sums.maxima)
-        with np.errstate(over="ignore"):  # squares of the largest float64 are infinite
+        # Squares of the largest float64 are infinite, and so are products of A and B, with either sign.
+        with np.errstate(over="ignore", invalid="ignore"):
             self.totals += box_sums.totals
         self.numel += box_sums.numel
         self.not_finite += box_sums.not_finite

@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -132,6 +133,11 @@ def _stored_facts(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         json.dumps(facts.as_form(), allow_nan=False).encode()
 
     return parse
+
+
+def _stored(data: bytes) -> Any:
+    """A store whose files all have these bytes."""
+    return SimpleNamespace(size=lambda path: len(data), read=lambda path, start, length: data)
 
 
 def _config(data: bytes) -> Any:
@@ -382,7 +388,7 @@ PARSERS: tuple[Parser, ...] = (
         CkptError,
         (b"metrics.loss=2.5", b'config.a={"b":1}'),
     ),
-    Parser("config as evidence", lambda d: stored_configs._parsed_config("a.yaml", d), None, _YAML),
+    Parser("config as evidence", lambda d: stored_configs._read_config(_stored(d), "a.yaml"), None, _YAML),
     Parser("config", _config, CkptError, (_CONFIG,)),
     Parser("card", _card, None, (_CARD,)),
     Parser("sharding rules", _of_text(rules_file.load), CkptError, (_RULES,)),

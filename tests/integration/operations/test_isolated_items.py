@@ -142,7 +142,7 @@ SWEEP = {
     "its claim": (sweep, "_compared_with_target", "unread"),
     "its earlier output": (sweep, "_made_before", "failed"),
     "taking its claim": (claim_rows, "take", "failed"),
-    "reading it": (pipeline, "inspected", "failed"),
+    "reading it": (pipeline, "inspect", "failed"),
     "planning it": (pipeline, "compose", "failed"),
     "publishing it": (pipeline, "finish_staged", "failed"),
     "the facts of its row": (registration, "_made", "failed"),

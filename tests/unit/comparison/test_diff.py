@@ -15,6 +15,7 @@ import pytest
 import samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore import Box, Difference, Manifest, Settings
@@ -551,3 +552,18 @@ def test_a_cast_is_no_other_difference(tmp_path: Path, cli: driver.Cli) -> None:
     )  # fmt: skip
     assert moved.first is not None
     assert moved.first.index == (3, 4)
+
+
+def test_products_that_are_infinite_with_both_signs_have_no_cosine(tmp_path: Path) -> None:
+    """Each box has one, and their sum is no number: that is in the answer, and no warning of numpy's."""
+    huge = np.full((2, 1 << 20), 1e300)
+    for name, values in (("a", huge), ("b", huge * [[-1.0], [0.5]])):
+        save_file({"w": values}, tmp_path / f"{name}.safetensors")
+    result = ckptcore.diff(
+        ckptcore.open(str(tmp_path / "a.safetensors")),
+        ckptcore.open(str(tmp_path / "b.safetensors")),
+        settings=Settings(memory=64 << 20, workers=1),
+    )
+    (difference,) = result.tensors
+    assert difference.measures is not None
+    assert difference.measures.cosine is None

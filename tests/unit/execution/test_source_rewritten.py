@@ -88,7 +88,7 @@ def values_in(out: Path) -> set[float]:
 MOMENTS: dict[str, tuple[Any, str, int]] = {
     "listed": (examining, "open_source", 1),
     "header": (examining, "read_manifest", 1),
-    "inspected": (stages, "inspected", 1),
+    "inspected": (stages, "inspect", 1),
     "prepared": (stages, "_prepare", 1),
     "first tile": (ProgressMeter, "add", 1),
     "half": (ProgressMeter, "add", 2),
@@ -272,7 +272,7 @@ def test_a_write_in_the_tick_of_the_last_one_is_not_missed(tmp_path: Path) -> No
     assert manifest.stamps[source.name][1] == YOUNG
     rereads = Rereads()
     with (
-        mock.patch.object(stages, "inspected", return_value=manifest),
+        mock.patch.object(stages, "inspect", return_value=manifest),
         mock.patch.object(reproof, "_compare_files", rereads),
     ):
         ckptcore.convert(str(source), str(tmp_path / "out.safetensors"))
