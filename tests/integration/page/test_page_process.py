@@ -16,6 +16,7 @@ from paths import ROOT
 from ckptcore.catalog import open_catalog
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize(
     ("how", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)]
 )

@@ -59,6 +59,7 @@ print([line.split()[1] for line in open("/proc/self/status") if line.startswith(
 """
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize(
     ("stored", "options", "torch_needed"),
     [

@@ -98,6 +98,7 @@ def of(step: int, there: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data for name, data in there.items() if name.startswith(f"step-{step}/")}
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("stop", [0, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 5))])
 def test_a_killed_deletion_is_resumed(stop: int, world: World) -> None:
     before = world.there()
