@@ -186,8 +186,8 @@ def prove(
     proofs: dict[int, NumberingProof] = {}
     for n, optimizer in enumerate(optimizers):
         names = _stored_names(optimizer, model.shapes)
-        known = (shapes[n] or {}).items()
-        if names is not None and all(model.shapes[names[i]] == shape_of for i, shape_of in known):
+        stated_shapes = (shapes[n] or {}).items()
+        if names is not None and all(model.shapes[names[i]] == shape_of for i, shape_of in stated_shapes):
             proofs[n] = NumberingProof(names)
     rest = [n for n in range(len(optimizers)) if n not in proofs]
     rows = [(optimizers[n], shapes[n] or {}) for n in rest]
