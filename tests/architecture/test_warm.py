@@ -35,6 +35,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     assert server.wait(60) == 0
 
 
+@pytest.mark.soak
 def test_streams_arguments_and_environment(python: list[str], tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
     (tmp_path / "path").mkdir()

@@ -212,6 +212,7 @@ def test_shared_records_are_read_once(source: Path, tmp_path: Path, monkeypatch:
     assert sum(receipt.verified for receipt in result.files) > 0
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("killed", [0, -1], ids=["the fork server", "a worker"])
 def test_one_is_killed(
     killed: int, cli: Cli, source: Path, alone: dict[str, dict[str, Any]], tmp_path: Path

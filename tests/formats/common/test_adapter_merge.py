@@ -123,6 +123,7 @@ def require_bits(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.T
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+@pytest.mark.alike(5)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_bits_are_those_of_pefts_merge(

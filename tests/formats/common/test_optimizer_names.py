@@ -185,6 +185,7 @@ def test_one_optimizer_for_each_parameter(tmp_path: Path) -> None:
     assert names_by_number(read(tmp_path, net, *other)) == {}
 
 
+@pytest.mark.soak
 def test_very_many_optimizers(tmp_path: Path) -> None:
     """The cost of each does not grow with the model."""
     count = 3000

@@ -136,6 +136,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, Sample]:
     return {s.name: s for s in request.config.stash[SAMPLES]}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "axes"),
     [

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import warm
 from paths import JOBS
 from safetensors import deserialize
 from samples import FIXTURES, Tensors, differences, read_torch, tensors_of, value
@@ -57,7 +57,7 @@ def places(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.grid
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("source", [NESTED, DIMS, ODD], ids=lambda p: p.parent.name)
 @pytest.mark.parametrize("mesh", ["fsdp=1", "fsdp=3"])
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -83,7 +83,7 @@ def test_ranks_without_tensors_write_empty_files(tmp_path: Path) -> None:
     assert {f.code for f in found.findings} <= {"empty-file"}
     assert not differences({k: value(v) for k, v in tensors.items()}, contents(out))
     subprocess.run(
-        [sys.executable, "-I", str(JOBS / "torch_save_job.py"), str(out), str(tmp_path / "whole.pt")],
+        [*warm.python(), str(JOBS / "torch_save_job.py"), str(out), str(tmp_path / "whole.pt")],
         check=True,
         timeout=180,
     )

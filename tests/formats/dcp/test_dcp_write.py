@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import warm
 from paths import JOBS
 from samples import FIXTURES, differences, read_safetensors, read_torch, tensors_of
 
@@ -88,7 +89,7 @@ def test_torch_converts_written_folders(cli: Cli, tmp_path: Path) -> None:
         assert done.code == 0, done
         asked += (out, out.with_suffix(".pt"))
     assert len(list((tmp_path / DIMS.name).glob("*.distcp"))) > 2
-    subprocess.run([sys.executable, "-I", JOBS / "torch_save_job.py", *asked], check=True, timeout=180)
+    subprocess.run([*warm.python(), JOBS / "torch_save_job.py", *asked], check=True, timeout=180)
     for sample in (NESTED, ODD, DIMS):
         truth = read_safetensors(sample / "expected.safetensors")
         found = tensors_of(read_torch(tmp_path / f"{sample.name}.pt", trusted=True))

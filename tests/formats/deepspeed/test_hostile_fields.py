@@ -84,6 +84,7 @@ def test_no_field_ends_in_a_traceback(tmp_path: Path, make: Callable[[], dict[st
                 opened(save(tmp_path / f"{number}", changed))
 
 
+@pytest.mark.alike(7)
 @pytest.mark.parametrize("number", range(len(ODD)))
 def test_no_value_ends_in_a_traceback(tmp_path: Path, number: int) -> None:
     for n, (name, key) in enumerate(
@@ -173,6 +174,7 @@ def test_sizes_of_jobs_that_no_file_proves(tmp_path: Path) -> None:
     opened(save(tmp_path / "layers", changed))
 
 
+@pytest.mark.soak
 def test_many_groups(tmp_path: Path) -> None:
     count = 3000
     groups = [{f"p{n}": torch.ones(1)} for n in range(count)]

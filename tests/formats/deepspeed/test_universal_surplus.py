@@ -52,7 +52,7 @@ def test_a_parameter_that_no_file_lists_is_of_another_save(name: str, copied: Ca
     assert mixed(folder) == {"zero/layers.99.weight/fp32.pt"}
 
 
-@pytest.mark.grid
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("name", UNIVERSAL)
 @pytest.mark.parametrize("key", ["fp32", "step", "exp_avg"])
 def test_a_lone_file_of_a_parameter_that_nothing_lists_is_of_another_save(

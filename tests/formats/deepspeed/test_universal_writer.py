@@ -70,6 +70,7 @@ def test_a_deepspeed_save_reads_back_bit_for_bit(corpus: Path, tmp_path: Path, n
             assert objects[blob.key] == blob.tree, blob.key
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("name", OWN)
 def test_every_file_equals_that_of_deepspeeds_converter(corpus: Path, tmp_path: Path, name: str) -> None:
     """Of stage 3, its files are flat tensors: the elements are compared."""

@@ -80,7 +80,7 @@ def calls(folder: Path, output: str) -> int:
     return count
 
 
-@pytest.mark.grid
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("output", ["text", "json"])
 @pytest.mark.parametrize("spelled", SPELLED)
 def test_the_work_for_a_name_does_not_depend_on_their_number(

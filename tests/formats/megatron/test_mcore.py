@@ -263,6 +263,7 @@ def test_zarr_chunks_missing_short_long(copy: Copy) -> None:
     assert codes(folder)["stray-file"].severity == "warning"
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     "change",
     [

@@ -81,7 +81,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, Sample]:
     return {s.name: s for s in request.config.stash[SAMPLES]}
 
 
-@pytest.mark.grid
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("mesh", [*MESHES, *UNEVEN], ids=lambda m: f"tp{m[0]}pp{m[1]}")
 @pytest.mark.parametrize("name", [PLAIN, ADAM])
 def test_round_trip(name: str, mesh: tuple[int, int], found: dict[str, Sample], tmp_path: Path) -> None:

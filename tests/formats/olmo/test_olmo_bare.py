@@ -22,6 +22,7 @@ def by_torch(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, obje
     return {name: value(t) for name, t in state.items()}
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("verb", ["consolidate", "reshard"])
 def test_it_comes_back_as_one(verb: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     bare, out = copied(request, STEP, tmp_path) / "model_and_optim", tmp_path / "out"

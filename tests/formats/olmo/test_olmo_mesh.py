@@ -14,6 +14,7 @@ from ckptcore.conversion.pipeline import validate
 STEP = "v3_bf16params_ws2"
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("mesh", ["fsdp=1", "fsdp=3", "dp_replicate=2,fsdp=2"])
 def test_a_step_of_a_mesh(mesh: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     step, out = copied(request, STEP, tmp_path), tmp_path / "out"

@@ -189,6 +189,7 @@ def load(root: Path, meshes: list[str]) -> None:
     (root / "output").write_text(done.stdout[-6000:] + done.stderr[-3000:])
 
 
+@pytest.mark.alike(1)
 @pytest.mark.xdist_group("rank_files")
 @pytest.mark.parametrize(
     "mesh", [pytest.param(m, marks=pytest.mark.soak if m in MORE else ()) for m in MESHES]

@@ -147,6 +147,7 @@ def aggregated(request, tmp_path_factory):
         yield made
 
 
+@pytest.mark.alike(1)
 def test_point_queries_use_indexes(small):
     seen = []
 

@@ -128,6 +128,7 @@ def cli(capsys, url, *arguments):
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("cases", [ODD[::4], pytest.param(ODD, marks=pytest.mark.soak)], ids=["some", "all"])
 def test_lists_show_it_and_the_others(filled, capsys, folder, cases):
     with open_catalog(filled) as catalog:

@@ -79,6 +79,7 @@ def write_while_it_dies(catalog, server):
         connection.exec_driver_sql("SELECT 1")
 
 
+@pytest.mark.soak
 def test_a_restarting_server_is_transient(facts):
     with postgresql.serving(durable=True) as server, server.database() as url:
         upgrade(url)

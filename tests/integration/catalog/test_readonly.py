@@ -83,6 +83,7 @@ def listed(catalog):
     return [(row.id, row.state, row.uri) for row in catalog.list()]
 
 
+@pytest.mark.alike(1)
 def test_rows_and_names(filled):
     found = ask(filled, "SELECT uri, step FROM checkpoint ORDER BY step DESC;", limit=2)
     assert found.columns == ("uri", "step")
@@ -193,6 +194,7 @@ def test_no_catalog(tmp_path):
         ask(str(tmp_path / "other.sqlite"), "SELECT * FROM songs")
 
 
+@pytest.mark.alike(1)
 def test_on_the_command_line(filled):
     runner = CliRunner(env={"COLUMNS": "100"})
 

@@ -73,6 +73,7 @@ def recorded(url, runs):
     return url
 
 
+@pytest.mark.alike(1)
 def test_faults_are_found_by_a_line_of_sql_and_on_the_page_and_stop_promotion(
     recorded, runs, tmp_path, monkeypatch
 ):

@@ -73,7 +73,7 @@ def csrf_in(page: str) -> str:
     return found[1] if found else ""
 
 
-@pytest.mark.grid
+@pytest.mark.alike(6)
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_header_makes_nobody_a_user(name: str, served: str) -> None:
     with httpx.Client(base_url=served, headers=FORGED[name]) as client:
@@ -89,6 +89,7 @@ def test_a_forged_header_makes_nobody_a_user(name: str, served: str) -> None:
     assert httpx.get(f"{served}/api/v1/aliases", headers=_login()).json()["rows"] == [row]
 
 
+@pytest.mark.alike(1)
 def test_a_forged_header_gives_nobody_more_tries(served: str) -> None:
     statuses = []
     for number, (name, forged) in enumerate(FORGED.items()):

@@ -80,6 +80,7 @@ def unlike(kinds: dict[str, Any], known: list[Any]) -> list[str]:
     return found
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_the_checks_agree_with_prefect(every: bool) -> None:
     """Every parameter of every deployment; by default shared ones only once."""

@@ -28,6 +28,7 @@ def post(client: httpx.Client, url: str, key: str) -> httpx.Response:
     return client.post(url + hook.path, content=hook.body, headers=hook.headers | {"idempotency-key": key})
 
 
+@pytest.mark.soak  # test_queues lets processes take events at once
 def test_two_receivers_take_an_event_once(tmp_path: Path) -> None:
     with live.receiver(tmp_path) as one, live.receiver(tmp_path) as two, httpx.Client() as client:
 
@@ -154,6 +155,7 @@ def test_an_invalid_receiver_does_not_start(
     assert webhooks.NEW_TOKEN not in done.stderr
 
 
+@pytest.mark.soak  # test_parameters does what it does
 def test_the_configuration_can_be_checked_without_serving(tmp_path: Path) -> None:
     (tmp_path / "receiver.toml").write_text(webhooks.CONFIG)
     env = os.environ | webhooks.SECRETS | {"CKPTCORE_CATALOG_URL": str(tmp_path / "catalog.sqlite")}

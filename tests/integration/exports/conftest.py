@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from older_transformers import VARIABLE, Older
 
+Ask = Callable[..., dict[str, Any]]
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,16 +23,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def process_of_its_own() -> None:
+def process_of_its_own(_asked_here_by_default: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets transformers be asked in a process of its own, as users do: seconds for each question."""
+    monkeypatch.setattr("ckptcore.planning.transformers_process.ask", _asked_here_by_default)
 
 
-@pytest.fixture(autouse=True)
-def _asked_here_by_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)  # before what a module makes once
+def _asked_here_by_default() -> Iterator[Ask]:
+    """Yields what asks otherwise."""
     from strict_exports import ask_here
 
-    if "process_of_its_own" not in request.fixturenames:
-        monkeypatch.setattr("ckptcore.planning.transformers_process.ask", ask_here)
+    from ckptcore.planning import transformers_process
+
+    by_a_process = transformers_process.ask
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_process, "ask", ask_here)
+        yield by_a_process
 
 
 @pytest.fixture(scope="module")

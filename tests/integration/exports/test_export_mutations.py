@@ -115,6 +115,7 @@ def try_map(tinies: Tinies, folder: Path, family: str, world: str, kind: str) ->
     raise AssertionError("the map is right in every form")
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("kind", [*wrong.LAYOUTS, *wrong.NAMES])
 def test_a_wrong_map_is_found(tinies: Tinies, tmp_path: Path, kind: str) -> None:
     ((family, world, _),) = (case for case in one_of_each(maps()) if case[-1] == kind)

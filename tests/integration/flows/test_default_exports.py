@@ -49,6 +49,7 @@ def deployed() -> dict[str, Any]:
     return dict(one.get("parameters", {}))
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize(
     ("kind", "beside"),
     [

@@ -93,6 +93,7 @@ def alive(word: str, marker: str) -> list[bytes]:
     return found
 
 
+@pytest.mark.soak  # test_resume_deployment kills a run of a deployment
 def test_killed_between_files_and_restarted(
     prefect_api: str, source: Path, tmp_path: Path, catalog: str
 ) -> None:

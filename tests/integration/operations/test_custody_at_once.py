@@ -62,6 +62,7 @@ def stopped_at(monkeypatch, module, name, catalog, act):
     monkeypatch.setattr(module, name, stopping)
 
 
+@pytest.mark.alike(1)
 @on_each
 def test_two_overwrites_do_not_count_on_each_other(copies, monkeypatch):
     second = copies.out / "x"

@@ -67,6 +67,7 @@ def test_an_overwrite_in_place_begins_while_retire_reads_the_copy(bucket, monkey
     assert set(bucket.there("runs/llama/step-1/")) >= {"b/runs/llama/step-1/.metadata"}
 
 
+@pytest.mark.alike(1)
 @on_some
 @pytest.mark.parametrize("behind", ["the record of its first step", "its first removal"])
 def test_a_killed_overwrite_in_place_is_resumed_after_the_deletion(behind, bucket, monkeypatch):
@@ -152,6 +153,7 @@ def test_a_destination_with_a_record_in_it_is_not_replaced(bucket):
     assert bucket.there("out/") == before
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("either", ["sqlite"], indirect=True)
 @pytest.mark.parametrize(
     ("grace", "first"), [(NOW, 3), *(pytest.param(each, 0, marks=pytest.mark.soak) for each in (NOW, WEEK))]

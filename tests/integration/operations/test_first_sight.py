@@ -113,6 +113,7 @@ def crc(path: Path) -> str:
     return hasher.hexdigest()
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize(
     ("level", "every"), [("convert", 1), ("validate", 3), pytest.param("validate", 1, marks=pytest.mark.soak)]
 )
@@ -180,6 +181,7 @@ EXCHANGED = {
 }
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("name", EXCHANGED)
 def test_exchanged_files_of_one_size_are_found(
     name: str, copied: Copied, tmp_path: Path, url: str, catalog: Catalog

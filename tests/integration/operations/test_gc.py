@@ -285,6 +285,7 @@ def require_right_after_a_rerun(
     assert [name for name in server.below("bucket/") if not name.startswith("out/")] == []
 
 
+@pytest.mark.alike(1)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("moment", "number"), [("part", signal.SIGKILL), ("complete", signal.SIGTERM)])
 def test_a_stopped_run_is_resumed(

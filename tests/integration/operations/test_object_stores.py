@@ -142,6 +142,7 @@ def test_a_remembered_step_is_listed_before_it_is_converted(catalog, steps):
     assert listings >= 2 + 2 * steps.pages(len(steps.files))
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("top", ["{root}", "s3a://b/runs"])
 def test_outputs_below_a_root_are_not_listed(catalog, steps, top):
     """Also where they are written under another scheme of the root's bucket."""

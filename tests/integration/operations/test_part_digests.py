@@ -115,6 +115,7 @@ def content(catalog: Catalog, uri: str) -> tuple[str, str | None, list[tuple[str
     return found[0].id, found[0].content_digest, sorted((f.path, f.nbytes, f.digest) for f in found[1])
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("at", [0, PART, -1], ids=["first", "second", "last"])
 def test_scrub_and_validate(
     at: int, made: Made, server: fault_s3.FaultyS3, catalog: Catalog, url: str

@@ -75,7 +75,7 @@ def stated(item):
     return item.source.id, item.fate, item.why
 
 
-@pytest.mark.grid
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("scope", ["lower", "upper", "inner", "odd", "one", "two", "/r/a", None])
 @pytest.mark.parametrize("limit", [1, 3, 1000])
 def test_parts_are_the_full_plan(url, scope, limit):

@@ -497,6 +497,7 @@ ROWS = (
 )
 
 
+@pytest.mark.alike(22)
 @pytest.mark.parametrize(("shared", "name"), on_both(SEQUENCES, ROWS), indirect=["shared"])
 def test_no_unproven_byte_is_deleted(name, shared, template, can_mount, tmp_path, monkeypatch):
     if name in MOUNTS and not can_mount:

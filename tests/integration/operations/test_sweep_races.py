@@ -82,6 +82,7 @@ def race_often(url, tmp_path, times):
         assert conversions(url) == ["succeeded"] * (n + 1)
 
 
+@pytest.mark.alike(1)
 def test_two_sweeps_in_one_process(either, tmp_path):
     race_often(either, tmp_path, 4)
 

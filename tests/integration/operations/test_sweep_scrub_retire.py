@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+import pytest
 from checkpoints import save
 from retiring import delete_now as retire
 
@@ -19,6 +20,7 @@ from ckptcore.planning.request import Settings
 AT_ONCE = SweepSettings(settle_s=0)
 
 
+@pytest.mark.alike(1)
 def test_a_checkpoint_from_its_save_to_its_end(either, runs):
     means = Settings(memory=32 << 20, workers=1, fingerprint=True)
     for n in (1, 2):

@@ -114,6 +114,7 @@ def is_ended(bucket, url):
 # Half published, a step is complete only with what is staged: who removes that removes the step.
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("options", [{}, {"overwrite_foreign": True}])
 def test_no_conversion_replaces_a_step_that_is_half_thinned(bucket, tmp_path, options):
     url = str(tmp_path / "catalog.sqlite")

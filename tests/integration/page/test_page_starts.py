@@ -123,6 +123,7 @@ def test_an_export_is_compared_with_its_source_under_its_names(tmp_path: Path) -
             assert "left out by the export" in page
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_a_config_named_in_another_folder_is_the_copy_in_the_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

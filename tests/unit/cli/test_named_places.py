@@ -33,6 +33,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, s
     return code, out, err
 
 
+@pytest.mark.alike(9)
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [

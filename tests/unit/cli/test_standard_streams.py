@@ -29,6 +29,7 @@ def _shell(folder: Path, arguments: str, redirection: str) -> subprocess.Complet
     return subprocess.run([*BASH, command], cwd=folder, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize(
     ("form", "redirection"),
     [("text", "| true"), ("text", "<&- >&- 2>&-"), ("json", "2>&1 | true")]
@@ -51,6 +52,7 @@ def test_streams_that_nobody_reads_leave_a_command_as_it_is(
     assert torch.equal(load_file(checkpoints / "copy" / "model.safetensors")["a"], torch.arange(1000.0))
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_an_answer_that_does_not_fit_its_disk_is_an_error(checkpoints: Path, form: str) -> None:
     good = _shell(checkpoints, f"validate good --output {form}", "> /dev/full")

@@ -71,6 +71,7 @@ def taken(path: Path, **options: Any) -> str:
     return api.fingerprint(str(path), **options).fingerprint
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("name", TORCH)
 def test_samples_have_the_fingerprint_of_the_truth(name: str, tmp_path: Path) -> None:
     """The state that the training process had in memory, and every copy of it."""

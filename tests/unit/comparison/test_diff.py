@@ -401,7 +401,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.alike(4)
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_checkpoint_equals_its_outputs(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Sharded and consolidated, in other formats: the same tensors and the same plain values."""

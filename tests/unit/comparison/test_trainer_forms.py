@@ -195,6 +195,7 @@ def test_exit_codes_and_answers(tmp_path: Path, cli: driver.Cli) -> None:
             ckptcore.diff(source, out, record=str(record))
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize(
     ("name", "to", "mesh"),
     [

@@ -84,6 +84,7 @@ def require_right(server: fault_s3.FaultyS3, tensors: dict[str, torch.Tensor]) -
     assert server.uploads == {}
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("trouble", ["status", "reset"])
 def test_a_part_that_is_refused_ends_the_repeats_of_all_others(
     server: fault_s3.FaultyS3, source: str, tensors: dict[str, torch.Tensor], trouble: str

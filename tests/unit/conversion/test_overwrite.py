@@ -184,7 +184,7 @@ OUTPUTS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.grid
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("second", ["same", "export", "dcp"])
 @pytest.mark.parametrize("first", list(OUTPUTS))
 def test_what_was_written_here_is_replaced(first: str, second: str, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def _swap(dst: Path) -> None:
     (dst / "precious").write_text("precious")
 
 
-@pytest.mark.grid
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("when", ["before", "in the moment"])
 @pytest.mark.parametrize("how", [_appear, _change, _swap])

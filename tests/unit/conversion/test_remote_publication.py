@@ -160,6 +160,7 @@ def test_strangers_are_listed_and_kept(stranger: str, root: str) -> None:
     assert content(dst).get(stranger) != b"precious"
 
 
+@pytest.mark.alike(1)
 def test_an_object_and_a_folder_replace_each_other(root: str) -> None:
     source = f"{root}/source/step-3"
     ckptcore.convert(source, f"{root}/fresh")
@@ -255,6 +256,7 @@ def test_a_rerun_after_a_kill_at_every_change(
     assert total > 15
 
 
+@pytest.mark.soak
 @many
 @changes
 def test_another_run_finishes_a_killed_replacement(
@@ -309,6 +311,7 @@ def test_another_run_finishes_a_killed_replacement(
     assert stop > 10
 
 
+@pytest.mark.soak
 @many
 def test_a_rerun_after_a_kill_in_the_cleanup_deletes_nothing(
     root: str, model: str, monkeypatch: pytest.MonkeyPatch
@@ -351,6 +354,7 @@ def _never(*_: object) -> None:
     raise AssertionError("something published was changed")
 
 
+@pytest.mark.alike(1)
 def test_a_changed_output_is_not_the_published_one(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, dst = f"{root}/source/step-3", f"{root}/out"
     monkeypatch.setattr(ObjectStaging, "remove", _killed)

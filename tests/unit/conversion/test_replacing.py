@@ -248,6 +248,7 @@ changes = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.alike(1)
 @changes
 def test_a_swapped_parent_redirects_nothing(
     exchange: bool, every: int, place: Path, single: bool, tmp_path: Path
@@ -266,6 +267,7 @@ def test_a_swapped_parent_redirects_nothing(
     assert steps > 5
 
 
+@pytest.mark.alike(1)
 @changes
 def test_a_swapped_parent_while_a_killed_run_is_finished(
     exchange: bool, every: int, place: Path, single: bool, tmp_path: Path

@@ -148,6 +148,7 @@ def test_an_interrupted_run_goes_on(server: fault_s3.FaultyS3, wanted: dict[str,
     assert server.count("PUT", "partNumber") < sum(map(len, wanted.values())) / (64 * KIB) - sent / 2
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("rows", [0, 100, 300])  # of 257; a file has 64
 def test_more_ranges_than_are_declared_are_read_as_they_come(
     server: fault_s3.FaultyS3, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, rows: int

@@ -110,6 +110,7 @@ QUERIES, ACTIONS = ("partNumber", "uploads", "uploadId", ""), ("reset", "lost", 
 
 
 # Every request and every fault twice or once by default; what S3 never does is skipped.
+@pytest.mark.alike(4)
 @pytest.mark.parametrize(
     ("action", "query"),
     [
@@ -466,6 +467,7 @@ def test_a_lease_that_ends_in_a_moment_is_renewed_before_a_change(server: fault_
     lease.release()
 
 
+@pytest.mark.soak
 def test_many_small_files(server: fault_s3.FaultyS3, tmp_path: Path) -> None:
     save_file({f"t{n}": torch.full((100,), n) for n in range(40)}, tmp_path / "model.safetensors")
     made = ckptcore.convert(

@@ -122,6 +122,7 @@ def test_most_records_are_read_in_runs() -> None:
     assert sum(places) > 0.95 * 300 * 7
 
 
+@pytest.mark.soak
 def test_frames_that_begin_inside_a_value_are_not_skipped(one_by_one: Callable[[], None]) -> None:
     data = pickle.dumps(metadata_of(300, SHAPES), protocol=4)
     at = data.index(b"storage_data")

@@ -265,6 +265,7 @@ def test_bounds_of_a_device_and_of_pinned_memory(workers: int) -> None:
     assert Budget.of(Settings(memory=1 << 20, workers=2, device="cuda")).tile == 1 << 17
 
 
+@pytest.mark.soak
 def test_what_a_gigabyte_asks_of_a_device(tmp_path: Path, late: type[LateSlot], monkeypatch: Any) -> None:
     """128 MiB of float32: a wait, and a copy each way, for each batch; a few kernels; little more memory."""
     parts = [Box((512 * n, 0), (512, 8192)) for n in range(8)]

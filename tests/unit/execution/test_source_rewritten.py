@@ -114,7 +114,7 @@ def disturbed(moment: str, act: Callable[[], None]) -> Any:
     return mock.patch.object(where, name, then)
 
 
-@pytest.mark.grid
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(("suffix", "write"), [("safetensors", raw), ("pt", zipped)])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

@@ -136,6 +136,7 @@ def generations() -> Iterator[tuple[str, str, str]]:
             yield from ((rules.arch, rules.world, of) for of in rules.generations or ("",) if of in written)
 
 
+@pytest.mark.alike(16)
 @pytest.mark.parametrize(
     ("family", "world", "of"), grids.sliced(list(generations()), lambda row: (row[0], row[1:]))
 )
@@ -255,6 +256,7 @@ def test_a_norm_that_no_layer_of_its_kind_has_is_missed(tmp_path: Path, layer: i
         to_trainer(remap(source), source, "megatron:transformer-engine")
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "nemotron_h"])
 def test_no_tensor_may_be_missing_where_layers_are_of_kinds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str

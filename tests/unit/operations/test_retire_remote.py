@@ -98,7 +98,7 @@ def of(step: int, there: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data for name, data in there.items() if name.startswith(f"step-{step}/")}
 
 
-@pytest.mark.alike(2)
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("stop", [0, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 5))])
 def test_a_killed_deletion_is_resumed(stop: int, world: World) -> None:
     before = world.there()
@@ -110,6 +110,7 @@ def test_a_killed_deletion_is_resumed(stop: int, world: World) -> None:
     assert world.resume() == ()
 
 
+@pytest.mark.alike(1)
 def test_a_killed_deletion_is_resumed_with_the_proof_of_its_model_part(root: str, tmp_path: Path) -> None:
     url = str(tmp_path / "catalog.sqlite")
     with open_catalog(url) as catalog:
@@ -130,6 +131,7 @@ def test_a_killed_deletion_is_resumed_with_the_proof_of_its_model_part(root: str
         assert world.state() == "deleted"
 
 
+@pytest.mark.alike(1)
 def test_changed_and_new_objects_are_kept_and_listed(world: World) -> None:
     before = world.there()
     assert world.kill(2)

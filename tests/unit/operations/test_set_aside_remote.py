@@ -79,6 +79,7 @@ def bucket(request: pytest.FixtureRequest, s3: str, tmp_path: Path) -> Iterator[
         yield Bucket(catalog, url, root, tmp_path, request.param)
 
 
+@pytest.mark.alike(1)
 def test_a_retired_source_is_purged_later(bucket: Bucket, request: pytest.FixtureRequest) -> None:
     names = bucket.names()
     bucket.retire()
@@ -94,6 +95,7 @@ def test_a_retired_source_is_purged_later(bucket: Bucket, request: pytest.Fixtur
     assert bucket.purge() == []
 
 
+@pytest.mark.alike(1)
 def test_a_retired_source_is_restored(bucket: Bucket) -> None:
     names, digest = bucket.names(), inspect(bucket.old).digest
     bucket.retire()
@@ -103,6 +105,7 @@ def test_a_retired_source_is_restored(bucket: Bucket) -> None:
     assert bucket.purge() == ["purged"]
 
 
+@pytest.mark.alike(1)
 def test_a_step_that_the_trainer_saves_anew_is_kept(bucket: Bucket) -> None:
     bucket.retire()
     name = bucket.fs.find(f"{bucket.path}/runs")[0]

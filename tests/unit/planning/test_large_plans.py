@@ -85,6 +85,7 @@ def calls(work: Callable[[], Any]) -> tuple[int, Any]:
     return pstats.Stats(profile).total_calls, result  # type: ignore[attr-defined]
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("files", [1, 2])  # of each rank; their columns are shared with the next rank's
 def test_work_per_chunk(tmp_path: Path, files: int) -> None:
     largest = {1: 5_000_000_000, 2: 70_000}[files]

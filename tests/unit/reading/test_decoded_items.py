@@ -121,6 +121,7 @@ def saved(folder: Path, layers: int, width: int, *, compressed: bool) -> dict[st
     return state
 
 
+@pytest.mark.soak
 def test_memory_of_decoded_items_belongs_to_the_budget(tmp_path: Path) -> None:
     peaks = []
     for compressed in (False, True):

@@ -38,6 +38,7 @@ def test_at_the_top_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.alike(1)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # aiobotocore leaves its session to the exit
 def test_export_equals_the_local_one(root: str, tmp_path: Path) -> None:
     options = {"verb": "export", "max_file_size": 2_000}
@@ -68,6 +69,7 @@ def test_versions_are_those_of_the_listing(s3: str, tmp_path: Path) -> None:
     assert read.call_count == 1
 
 
+@pytest.mark.alike(1)
 def test_existing_output_is_refused_and_replaced_completely(root: str) -> None:
     source = f"{root}/source/step-3"
     ckptcore.convert(source, f"{root}/out", verb="export", max_file_size=2_000)

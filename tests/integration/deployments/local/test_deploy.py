@@ -122,6 +122,7 @@ def test_a_second_up_restarts_what_died_and_duplicates_nothing(stack: Stack) -> 
     assert set(zombies["trigger"]["after"]) == {f"prefect.flow-run.{name}" for name in named}
 
 
+@pytest.mark.soak  # the journey begins with one
 def test_an_event_starts_a_run(stack: Stack, checkpoint: Path) -> None:
     target = stack.exports / "by-event"
     event = {
