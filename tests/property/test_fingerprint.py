@@ -200,7 +200,7 @@ def test_one_bit_and_two_elements_show(data: st.DataObject) -> None:
     assert (full_sum(dtype, other.reshape(bits.shape)) == before) == same
 
 
-@pytest.mark.grid
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("shape", [(8, 8), (256, 256), (300, 300), (128, 20_000)])
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64"])
 def test_rows_columns_transposes_and_signs_show(dtype: str, shape: Shape) -> None:

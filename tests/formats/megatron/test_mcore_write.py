@@ -40,7 +40,7 @@ def contents(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return tensors, {b.key: b.tree for b in manifest.blobs}
 
 
-@pytest.mark.grid
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
 @pytest.mark.parametrize("name", [DIST, OLD, ZARR, RNG])
 def test_round_trip(name: str, to: str, found: dict[str, Sample], tmp_path: Path) -> None:

@@ -310,6 +310,7 @@ def test_names_that_leave_the_folder(tmp_path: Path) -> None:
         ckptcore.open(str(tmp_path / "s"))
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize(
     "name", [NAME, "olmo1_local_ws2", "olmo1_unsharded_safetensors", "v3_bf16params_ws2"]
 )

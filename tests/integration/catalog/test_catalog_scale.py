@@ -167,7 +167,7 @@ def test_point_queries_use_indexes(small):
             assert full_scans(small, seen, indexes=False) == {}, question
 
 
-@pytest.mark.alike(8)
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("question", AGGREGATES)
 def test_aggregates_do_not_scan_unrelated_tables(aggregated, question):
     sql = AGGREGATES[question]

@@ -117,6 +117,7 @@ def test_other_statements_are_refused(every, filled, tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == names
 
 
+@pytest.mark.alike(1)
 def test_explain_returns_the_plan(filled):
     found = ask(filled, "SELECT * FROM checkpoint WHERE uuid = 'x';", explain=True)
     plan = " ".join(map(str, found.rows))
@@ -159,6 +160,7 @@ def test_the_database_refuses_what_passes_the_grammar(postgres, upgraded):
             ask(url, "ANALYZE SELECT wipe()", explain=True)
 
 
+@pytest.mark.alike(1)
 def test_time_is_limited(filled):
     begun = time.monotonic()
     with pytest.raises(UsageError, match=r"more than 0\.3 s and was stopped"):

@@ -283,6 +283,7 @@ print(peak(resource.RUSAGE_SELF) - before, peak(resource.RUSAGE_CHILDREN), len(s
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "what", [w if w == "a value" else pytest.param(w, marks=pytest.mark.soak) for w in LARGE]
 )

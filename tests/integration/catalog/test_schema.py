@@ -70,6 +70,7 @@ def test_a_difference_of_schemas_is_detected(bare, monkeypatch):
         command.check(configuration())
 
 
+@pytest.mark.soak  # `make check` does the same
 def test_alembic_finds_its_scripts_from_the_checkout(tmp_path, python, finish):
     script = "import sys; from alembic.config import main; main(sys.argv[1:])"
     where = {"CKPTCORE_CATALOG_URL": str(tmp_path / "catalog.sqlite")}
@@ -163,6 +164,7 @@ def fill(url, revision):
             connection.exec_driver_sql(statement.replace("NOW", "'2026-01-01 00:00:00+00:00'"))
 
 
+@pytest.mark.alike(1)
 def test_data_goes_up_and_down(bare, monkeypatch):
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", bare)
     assert tuple(AT) == REVISIONS, "write into AT what fills the columns of the new revision"

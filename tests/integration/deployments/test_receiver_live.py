@@ -67,6 +67,7 @@ def kills(folder: Path, times: int) -> tuple[set[str], set[str]]:
     return given, {row[0] for row in running.rows("uuid")}
 
 
+@pytest.mark.soak
 def test_a_killed_receiver_keeps_every_acknowledged_event(tmp_path: Path) -> None:
     given, kept = kills(tmp_path, 1)
     assert given <= kept

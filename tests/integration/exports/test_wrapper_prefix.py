@@ -82,6 +82,7 @@ def saved(model: Any, prefix: str, folder: Path) -> str:
     return str(folder / "w.pt")
 
 
+@pytest.mark.alike(2)
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("found", [False, True], ids=["named", "found"])
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def killed(world, name):
     assert os.waitpid(gone, 0)[1] == signal.SIGKILL
 
 
-@pytest.mark.alike(5)
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     ("shared", "name"),
     on_both(FAULTS, ("moved and not committed", "committed", "one name gone")),

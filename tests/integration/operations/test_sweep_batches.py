@@ -298,6 +298,7 @@ def test_what_may_meet_is_not_in_one_batch():
     assert [len(b) for b in batches(many, range(len(many)))] == [batch.MOST, batch.MOST, 1]
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("noted", [1, 2, COUNT, COUNT + 1])
 def test_states_are_recorded_few_at_a_time(catalog, url, steps, runs, monkeypatch, noted):
     monkeypatch.setattr("ckptcore.operations.automation.sweep._NOTED", noted)

@@ -44,6 +44,7 @@ def file(path: Path, *, numbers: bool = True, **changes: Any) -> str:
     return str(path)
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("model", ["model", "state_dict"])
 @pytest.mark.parametrize("numbers", [True, False])
 def test_a_folder_equals_its_file(model: str, numbers: bool, tmp_path: Path) -> None:

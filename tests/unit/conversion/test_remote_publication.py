@@ -211,6 +211,7 @@ def _names(store: FsspecStore) -> list[str]:
         return []
 
 
+@pytest.mark.alike(1)
 @many
 @changes
 @pytest.mark.parametrize("first", ["nothing", "shards", pytest.param("dcp", marks=pytest.mark.soak)])

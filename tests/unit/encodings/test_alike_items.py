@@ -21,7 +21,7 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.alike(2)
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.soak), 8])
 @pytest.mark.parametrize("which", SIGNATURES)
 def test_every_mark_of_a_zip_counts(which: str, step: int, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from ckptcore.planning.tiles import Budget
 from ckptcore.reading import decoded_items
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("kept", [decoded_items._MOST_KEPT, 1])
 @pytest.mark.parametrize("in_memory", [8 << 20, 0])
 def test_an_item_of_many_views_is_decoded_once(
