@@ -97,7 +97,8 @@ def scan(
             part, [difference for pair_differences in by_pair for difference in pair_differences]
         )
         # Bytes that no chunk has: nobody else reads them, and each may have been damaged.
-        left = [*state.unused, *unused_in_blobs(part, store, skip_files)]
+        in_items = sorted(state.unused, key=lambda span: (span.file, span.start))
+        left = [*in_items, *unused_in_blobs(part, store, skip_files)]
         left += unread_padding(manifest) if part is manifest else ()
         # A file that a finding reports already is not read, so its bytes are no further news.
         readable = [span for span in left if span.file not in skip_files]
@@ -263,7 +264,7 @@ class _Scan:
     ) -> None:
         self.manifest, self.store, self.skip, self.values = manifest, store, skip, values
         self.bare: Counter[str] = Counter()  # file -> its items without a checksum
-        self.unused: dict[UnusedBytes, None] = {}  # of items, in the order of chunks
+        self.unused: dict[UnusedBytes, None] = {}  # of items, as threads read them
         self._records: dict[tuple[str | None, int], bool] = {}
         self._bad_values: dict[str, list[int]] = {}
         self._lock = threading.Lock()
@@ -289,7 +290,6 @@ class _Scan:
                 counts[0], counts[1] = counts[0] + nan, counts[1] + inf
             if report.sums is not None and self.manifest.sums is not None:
                 self.manifest.sums.add(report.sums)
-        self.unused = dict.fromkeys(sorted(self.unused, key=lambda unused: (unused.file, unused.start)))
 
     def chunk(self, row: int) -> list[Finding]:
         """Return the findings on one chunk's item."""
