@@ -125,7 +125,15 @@ def _pairs(texts: list[str]) -> dict[str, Any]:
 if __name__ == "__main__":
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--meta=")]
     facts = [argument.removeprefix("--meta=") for argument in sys.argv[1:] if argument.startswith("--meta=")]
-    if not 1 <= len(arguments) <= 3 or any("=" not in argument for argument in facts):
+    options = any(argument.startswith("-") for argument in arguments)
+    if not 1 <= len(arguments) <= 3 or options or any("=" not in argument for argument in facts):
         sys.exit("usage: send.py URI [RUN [STEP]] [--meta=KEY=VALUE ...]")
     uri, run, step = (*arguments, "", "")[:3]
-    print(json.dumps(announce(uri, run, int(step) if step else None, meta=_pairs(facts))))
+    if step and not step.isdecimal():
+        sys.exit("the step is a whole number")
+    try:
+        print(json.dumps(announce(uri, run, int(step) if step else None, meta=_pairs(facts))))
+    except KeyError as unset:
+        sys.exit(f"{unset.args[0]} is not set")
+    except OSError as refused:
+        sys.exit(str(refused))

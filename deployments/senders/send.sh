@@ -9,7 +9,8 @@
 set -euo pipefail
 : "${CKPTCORE_HOOK_URL:?the address, as in https://hooks.example/hooks/trainer}"
 : "${CKPTCORE_HOOK_SECRET:?the shared secret, whsec_...}"
-uri=${1:?usage: send.sh URI [RUN [STEP]]} run=${2:-} step=${3:-}
+uri=${1:-} run=${2:-} step=${3:-}
+case "$uri" in '' | -*) echo "usage: send.sh URI [RUN [STEP]]" >&2; exit 2 ;; esac
 case "$uri$run$step" in *[\"\\[:cntrl:]]*) echo "quotes and control characters cannot be sent" >&2; exit 2 ;; esac
 case "$step" in *[!0-9]*) echo "the step is a whole number" >&2; exit 2 ;; esac
 while [[ $step == 0?* ]]; do step=${step#0}; done   # JSON has no 0300

@@ -83,11 +83,32 @@ def test_scripts_report_refusals(script: str, running: live.Live, env: dict[str,
     outside = run(SENDERS / script, "/elsewhere/x", env=env)
     assert outside.returncode != 0
     assert "forbidden-root" in outside.stdout + outside.stderr
+    assert "Traceback" not in outside.stderr
     wrong = run(SENDERS / script, URI, env=env | {"CKPTCORE_HOOK_SECRET": "whsec_" + "QUJD" * 8})
     assert wrong.returncode != 0
     assert "unauthorized" in wrong.stdout + wrong.stderr
     assert run(SENDERS / script, URI, 'll"ama', "7x", env=env).returncode != 0
-    assert run(SENDERS / script, env=env).returncode != 0
+    assert running.rows() == []
+
+
+@pytest.mark.parametrize("script", ["send.sh", "send.py"])
+@pytest.mark.parametrize(
+    ("arguments", "unset", "expected"),
+    [
+        ([], "", "usage: send"),
+        (["--help"], "", "usage: send"),
+        ([URI, "llama", "7x"], "", "whole number"),
+        ([URI], "CKPTCORE_HOOK_URL", "CKPTCORE_HOOK_URL"),
+        ([URI], "CKPTCORE_HOOK_SECRET", "CKPTCORE_HOOK_SECRET"),
+    ],
+)
+def test_scripts_say_in_a_line_what_is_wrong(
+    script: str, arguments: list[str], unset: str, expected: str, running: live.Live, env: dict[str, str]
+) -> None:
+    done = run(SENDERS / script, *arguments, env={name: env[name] for name in env if name != unset})
+    assert done.returncode in (1, 2)
+    assert expected in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
     assert running.rows() == []
 
 
