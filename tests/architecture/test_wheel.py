@@ -111,7 +111,6 @@ def test_extras_are_those_that_errors_name() -> None:
     assert set(everything.removeprefix("ckptcore[").removesuffix("]").split(",")) == set(PACKAGES)
 
 
-@pytest.mark.alike(4)
 @pytest.mark.parametrize(
     ("extra", "package", "arguments"),
     [

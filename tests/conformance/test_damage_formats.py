@@ -104,7 +104,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plain")
 
 
-@pytest.mark.alike(54)
 def test_damage(
     victim: Sample | None,
     tree: Tree | str,

@@ -73,7 +73,6 @@ def truths() -> dict[Path, Run]:
     return {}
 
 
-@pytest.mark.alike(6)
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_damage(name: str, written: dict[str, Tree], truths: dict[Path, Run], tmp_path: Path) -> None:
     """A quarter of the rows, each once; an eighth of them for what a mesh has cut."""

@@ -216,7 +216,6 @@ def test_every_reader_has_a_case(request: pytest.FixtureRequest, tmp_path: Path)
     )
 
 
-@pytest.mark.alike(28)
 @pytest.mark.parametrize("case", CASES, ids=_id)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["some", "all"])
 def test_a_flipped_bit(

@@ -237,7 +237,6 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.alike(12)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] if name in ALIKE else []) for name in PICKLES]
 )
@@ -250,7 +249,6 @@ def test_pickles_stay_within_the_budget(name: str, tmp_path: Path, monkeypatch: 
     assert peak < (32 + 24) * MIB  # and what is imported on the way
 
 
-@pytest.mark.alike(3)
 @pytest.mark.parametrize("name", FILES)
 def test_files_stay_within_the_budget(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1.5 MiB under 32 MiB: as 96 MiB under the default."""

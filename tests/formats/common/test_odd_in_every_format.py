@@ -254,7 +254,6 @@ def test_every_format_is_here() -> None:
     assert FORMATS_WITH.keys() - readable == set()
 
 
-@pytest.mark.alike(15)
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("form", FORMATS_WITH)
 def test_an_odd_tensor(

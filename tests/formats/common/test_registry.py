@@ -123,7 +123,6 @@ def test_packages_are_asked_where_one_may_have_a_format(
     assert asked == ["our.group"]
 
 
-@pytest.mark.alike(9)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("name", ["dcp_dims_4r", "dcp_threads_2r"])
 def test_our_own_formats_keep_the_shipped_conformance(case: Case, name: str, tmp_path: Path) -> None:
@@ -159,7 +158,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("case", "kept"), pairs)
 
 
-@pytest.mark.alike(8)
 def test_samples_keep_the_shipped_conformance(case: Case, kept: samples.Sample, tmp_path: Path) -> None:
     """The sample of a new format is among them as soon as it is in `tests/fixtures`."""
     source = kept.root / "ckpt" / ROOTS.get(kept.name, "")

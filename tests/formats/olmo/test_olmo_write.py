@@ -31,7 +31,6 @@ def by_torch(folder: Path) -> dict[str, Any]:
     return {k: value(v) for k, v in state.items()}
 
 
-@pytest.mark.alike(2)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_generation_becomes_a_step(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     root = sample(request, name)

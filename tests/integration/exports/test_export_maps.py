@@ -44,7 +44,7 @@ def export(source: Path, target: Path, **options: Any) -> Any:
     return ckptcore.convert(str(source), str(target), verb="export", **options)
 
 
-@pytest.mark.alike(1)
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("trained", CASES)
 def test_an_export_is_the_hub_s_folder(truths: Path, tmp_path: Path, trained: str) -> None:
     """By what the checkpoint itself says: its arguments, its config, its names and shapes."""

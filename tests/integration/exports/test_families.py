@@ -41,7 +41,6 @@ def run(cell: Cell, tinies: Tinies, folder: Path) -> Result:
     return observe(cell, tinies, folder, transformers_job.compare)
 
 
-@pytest.mark.alike(17)
 @pytest.mark.parametrize("cell", short(), ids=str)
 def test_an_export_is_what_the_table_says(tinies: Tinies, tmp_path: Path, cell: Cell) -> None:
     require_declared(cell, run(cell, tinies, tmp_path))

@@ -68,7 +68,7 @@ def upload(server: FaultyS3, folder: str, name: str) -> str:
     return f"s3://b/{name}"
 
 
-@pytest.mark.alike(1)
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_equals_one_folder(kind: str, tmp_path: Path):
     source = SAMPLES[kind]

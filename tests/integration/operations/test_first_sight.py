@@ -113,7 +113,6 @@ def crc(path: Path) -> str:
     return hasher.hexdigest()
 
 
-@pytest.mark.alike(1)
 @pytest.mark.parametrize(
     ("level", "every"), [("convert", 1), ("validate", 3), pytest.param("validate", 1, marks=pytest.mark.soak)]
 )

@@ -115,7 +115,6 @@ def test_a_part_does_not_hide_another_that_holds_all(steps, tmp_path):
     assert not made.source.exists()
 
 
-@pytest.mark.alike(1)
 @pytest.mark.parametrize("check", ["names", "logits", "fingerprints"])
 def test_a_failed_verdict_replaces_no_source(steps, catalog, check, tmp_path):
     """It may hold every tensor bit for bit, beside a config that makes another model of them."""

@@ -136,7 +136,6 @@ def generations() -> Iterator[tuple[str, str, str]]:
             yield from ((rules.arch, rules.world, of) for of in rules.generations or ("",) if of in written)
 
 
-@pytest.mark.alike(16)
 @pytest.mark.parametrize(
     ("family", "world", "of"), grids.sliced(list(generations()), lambda row: (row[0], row[1:]))
 )
