@@ -152,7 +152,7 @@ def read_step(source: Source) -> Manifest:
     placed = PlacedTensors(builder)
     for fqn in sorted(tensors, key=natural):
         builder.findings += _contradicting(source, fqn, tensors[fqn], mesh)
-        _add_tensor(source, builder, placed, fqn, tensors[fqn])
+        _add_tensor(source, builder, placed, fqn, tensors[fqn], recorded["version"] if recorded else None)
     builder.findings += _lacking(source, tensors)
     states = sorted(p for p in source.listing if p.startswith(_STATES))
     if states:
@@ -229,14 +229,23 @@ def _contradicting(source: Source, fqn: str, files: list[_File], mesh: tuple[int
 
 
 def _add_tensor(
-    source: Source, builder: Builder, placed: PlacedTensors, fqn: str, files: Iterable[_File]
+    source: Source,
+    builder: Builder,
+    placed: PlacedTensors,
+    fqn: str,
+    files: Iterable[_File],
+    version: str | None,
 ) -> None:
-    """Add a tensor by the headers of all of its files."""
+    """Add a tensor by the headers of all of its files; each has the version that the step records."""
     for file in files:
         size = source.listing[file.path]
         stored, texts, begin = read_header(source.store, file.path, size, (_PAIRS, _SHAPE, _VERSION))
         if _DATA not in stored:
             raise MalformedCheckpoint(f"{file.path} has no tensor {_DATA!r}", file=file.path)
+        if version is not None and texts.get(_VERSION, version) != version:
+            stated, of_file = short_repr(version, 40), short_repr(texts[_VERSION], 40)
+            message = f"{METADATA} states version {stated}, and {file.path} {of_file}"
+            builder.report("mixed-saves", "files", message, fqn=fqn, file=file.path)
         number = builder.file(file.path, size)
         for key, (dtype, shape, start, end) in stored.items():
             placement = same(shape)

@@ -197,10 +197,16 @@ MIXED: dict[str, Callable[[Path], object]] = {
     "another count": lambda root: (root / "checkpoint_metadata.json").write_text(
         json.dumps({"version": "1.5", "tp": 4, "dp": 1, "metas": {}})
     ),
+    "another version of a file": lambda root: restated(next(root.rglob("*_tp-rank-1-of-2*.safetensors"))),
     "a full one beside": lambda root: save_file(
         {"data": torch.ones(16, 8)}, root / "model/model/lm_head/pp_block/model_weight.safetensors"
     ),
 }
+
+
+def restated(path: Path) -> None:
+    """As after a flipped bit in the header."""
+    path.write_bytes(path.read_bytes().replace(b'"version":"1.5"', b'"version":"1.4"'))
 
 
 @pytest.mark.parametrize("name", MIXED)
