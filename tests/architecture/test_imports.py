@@ -118,7 +118,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.alike(4)
 @pytest.mark.parametrize("verb", WITHOUT, ids=" ".join)
 def test_a_verb_waits_for_nothing_that_it_does_not_use(
     verb: tuple[str, ...], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
