@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +28,8 @@ from sqlalchemy import make_url
 
 from ckptcore.catalog import upgrade
 from ckptcore.catalog.heartbeats import RUNNING
+
+FOLDERS = itertools.count()  # those of the tests of a process
 
 # How long examples take is no property of the code: other work on the machine stretches them.
 settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -141,6 +145,17 @@ def _no_renewals_after_a_test() -> Iterator[None]:
     before = set(RUNNING._renewed)
     yield
     RUNNING.drop(RUNNING._renewed.keys() - before)
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the test's own.
+
+    pytest's fixture reads the names of all earlier ones for the next free number, and moves a link to it: of
+    thousands of tests, one in a hundred seconds.
+    """
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    return tmp_path_factory.mktemp(f"{name}-{next(FOLDERS)}", numbered=False)
 
 
 @pytest.fixture

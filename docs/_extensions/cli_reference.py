@@ -7,6 +7,7 @@ example, the arguments and the options of that command, and of those below it, r
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from enum import Enum
@@ -31,11 +32,10 @@ def setup(sphinx: Sphinx) -> dict[str, Any]:
 
 def sections(verb: str) -> str:
     """Return a command of `ckptcore`, and those below it, in MyST markdown."""
-    root = typer.main.get_command(program())
     wanted = f"ckptcore {verb}"
     return "\n".join(
         line
-        for name, command in _walk("ckptcore", root)
+        for name, command in _commands()
         if name == wanted or name.startswith(f"{wanted} ")
         for line in _section(name, command)
     )
@@ -43,12 +43,11 @@ def sections(verb: str) -> str:
 
 def contents() -> str:
     """Return a table of all commands in their groups, and the toctree of their pages."""
-    root: Any = typer.main.get_command(program())
     lines, verbs = list[str](), list[str]()
     for title, names in GROUPS[""].items():
         lines += [f"## {title}", "", "| command | what it does |", "|---|---|"]
         for verb in names.split():
-            text = (root.commands[verb].help or "").strip().partition("\n")[0]
+            text = (_root().commands[verb].help or "").strip().partition("\n")[0]
             lines.append(f"| [`{verb}`](cli/{verb}.md) | {text} |")
             verbs.append(verb)
         lines.append("")
@@ -60,6 +59,16 @@ def _fill(_: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = COMMANDS.sub(lambda _: contents(), source[0])
     elif docname.startswith("reference/cli/"):
         source[0] = COMMAND.sub(lambda match: sections(match[1]), source[0])
+
+
+@functools.cache
+def _root() -> Any:
+    return typer.main.get_command(program())
+
+
+@functools.cache
+def _commands() -> list[tuple[str, Any]]:
+    return list(_walk("ckptcore", _root()))
 
 
 def _walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:

@@ -213,6 +213,7 @@ def test_transformers_opens_our_folder(
     assert foreign(LOAD_LLAMA, out, saved / "logits.pt") == [[True, "torch.bfloat16", {}]]
 
 
+@pytest.mark.soak
 def test_reads_what_transformers_saved(llamas: Path, cli: Cli, tmp_path: Path) -> None:
     """A sharded folder of save_pretrained, by its index."""
     source = llamas / "untied" / "theirs"
@@ -268,6 +269,7 @@ def test_reads_what_safetensors_and_torch_saved(cli: Cli, foreign: Foreign, tmp_
     assert cli("consolidate", tmp_path / "new.pt", tmp_path / "new.safetensors").code == 14
 
 
+@pytest.mark.soak
 def test_reads_torchs_old_file_format(cli: Cli, foreign: Foreign, tmp_path: Path) -> None:
     foreign(SAVE_FILES, tmp_path)
     done = cli("consolidate", tmp_path / "old.pt", tmp_path / "out.pt", "--output", "json")

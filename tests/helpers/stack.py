@@ -42,7 +42,11 @@ class Stack:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._environment = os.environ | {"CKPTCORE_STATE": str(folder), "PYTHONPATH": str(ROOT)}
+        self._environment = os.environ | {
+            "CKPTCORE_CACHE": str(folder / "answers"),  # as for users: all runs ask transformers the same
+            "CKPTCORE_STATE": str(folder),
+            "PYTHONPATH": str(ROOT),
+        }
         self._watcher = subprocess.Popen(
             ["/bin/sh", "-c", WATCHER, sys.executable],
             stdin=subprocess.PIPE,

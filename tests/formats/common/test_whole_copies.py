@@ -71,7 +71,7 @@ def test_equal_copies_are_proven_and_change_nothing(actor: Path, tmp_path: Path)
     assert Manifest.load(manifest.dump()).dump() == manifest.dump()
 
 
-@pytest.mark.alike(1)
+@pytest.mark.soak
 @pytest.mark.parametrize("end", [0, -1])
 def test_a_flipped_bit_in_a_consolidated_file(end: int, actor: Path, tmp_path: Path) -> None:
     """In every tensor of the consolidated files: first byte or last."""

@@ -88,6 +88,7 @@ def run(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.soak
 def test_single_file_formats(tmp_path: Path) -> None:
     """A plug-in writes one file of any suffix, and on a mesh a folder."""
     install(tmp_path / "site", flat=FLAT)

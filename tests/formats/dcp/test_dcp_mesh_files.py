@@ -73,6 +73,7 @@ def test_equal_input_gives_equal_bytes(source: Path, mesh: str, tmp_path: Path) 
     assert not differences(contents(tmp_path / "one"), contents(first))
 
 
+@pytest.mark.soak
 def test_ranks_without_tensors_write_empty_files(tmp_path: Path) -> None:
     """As torch's ranks do. Chunks come in the order of the ranks, and empty ones are not written."""
     tensors = {"a": torch.arange(6.0).reshape(3, 2), "none": torch.zeros(0, 4)}

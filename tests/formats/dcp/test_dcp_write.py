@@ -80,6 +80,7 @@ def dcp_sample(request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.mark.soak
 def test_torch_converts_written_folders(cli: Cli, tmp_path: Path) -> None:
     asked: list[Path] = []
     for sample in (NESTED, ODD, DIMS):

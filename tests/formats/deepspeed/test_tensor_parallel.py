@@ -162,6 +162,7 @@ def test_a_parameter_that_cannot_be_joined_is_named(info: dict) -> None:
         joined(info, "layer.weight", ROWS)
 
 
+@pytest.mark.soak
 def test_a_hostile_expression_ends() -> None:
     names = ["a" * 40 + "!"]
     with pytest.raises(MalformedCheckpoint):

@@ -244,6 +244,7 @@ def test_a_read_only_role_cannot_affect_other_sessions(postgres, upgraded):
             assert other.exec_driver_sql("SELECT 1").scalar() == 1
 
 
+@pytest.mark.soak
 def test_a_large_answer_is_refused(catalog_file, postgres, upgraded):
     many = {
         catalog_file: f"{NUMBERS} SELECT hex(zeroblob(500000)) FROM n",

@@ -6,6 +6,7 @@ import json
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
+import pytest
 from paths import ROOT
 
 from ckptcore.catalog import claims, open_catalog, queues
@@ -16,6 +17,7 @@ HELPERS = ROOT / "tests/helpers"
 MINUTES = [-10, 10]
 
 
+@pytest.mark.soak
 def test_a_host_sees_what_another_has_just_written(postgres, upgraded, python, finish):
     with ExitStack() as stack:
         urls = [stack.enter_context(written(postgres, upgraded)) for _ in MINUTES]

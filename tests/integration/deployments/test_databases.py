@@ -66,6 +66,7 @@ def owners_do_their_work_and_nothing_else(state: State) -> None:
             psycopg.connect(url)
 
 
+@pytest.mark.soak
 def test_each_database_has_an_owner(state: State, server: postgresql.Server) -> None:
     """The script of `make up`, which repeats it, and of Compose."""
     psql = shutil.which("psql")

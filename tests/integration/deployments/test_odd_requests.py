@@ -213,6 +213,7 @@ TARGETS = [
 ]
 
 
+@pytest.mark.soak
 def test_odd_targets(tmp_path: Path) -> None:
     catalog = tmp_path / "catalog.sqlite"
     open_catalog(str(catalog)).close()

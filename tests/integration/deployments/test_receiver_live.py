@@ -113,17 +113,13 @@ def test_a_missing_body_is_not_waited_for(tmp_path: Path) -> None:
             assert b"408" in slow.recv(100)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("change", "expected", "code"),
     [
         ({"PREFECT_API_URL": ""}, "no Prefect server is configured", UsageError),
-        pytest.param({"TOKEN": ""}, "TOKEN is not set", UsageError, marks=pytest.mark.soak),
-        pytest.param(
-            {"CKPTCORE_CATALOG_URL": "postgresql+psycopg://127.0.0.1:9/none"},
-            "catalog",
-            CatalogError,
-            marks=pytest.mark.soak,
-        ),
+        ({"TOKEN": ""}, "TOKEN is not set", UsageError),
+        ({"CKPTCORE_CATALOG_URL": "postgresql+psycopg://127.0.0.1:9/none"}, "catalog", CatalogError),
     ],
 )
 def test_an_invalid_receiver_does_not_start(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -12,6 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import warm
 from chromium import CHROMIUM, DESK, PHONE, browsing
 from paths import ROOT
 
@@ -26,7 +26,8 @@ FETCHED_BY_STYLE = re.compile(r"""(?:url\(|@import\s+)["']?(?:https?:)?//""")
 
 def build(builder: str, target: Path) -> None:
     """Read every page; a page that is in no navigation, and a link that leads nowhere, is a warning."""
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", builder, "docs", str(target)]
+    options = ["-q", "-W", "--keep-going", "-b", builder]
+    command = [*warm.python(), "-m", "sphinx", *options, "docs", str(target)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

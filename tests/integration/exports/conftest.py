@@ -42,6 +42,14 @@ def _asked_here_by_default() -> Iterator[Ask]:
 
 
 @pytest.fixture(scope="module")
+def kept_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps what transformers answers, as for users: a command need not ask what was asked here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CKPTCORE_CACHE", str(tmp_path_factory.mktemp("answers")))
+        yield
+
+
+@pytest.fixture(scope="module")
 def older() -> Iterator[Older]:
     """transformers 4.57, in a process of its own."""
     python = os.environ.get(VARIABLE)

@@ -36,7 +36,7 @@ SHARD = "model-00001-of-00002.safetensors"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, kept_answers: None) -> Path:
     """A DCP folder with a model's config."""
     folder = tmp_path_factory.mktemp("saved") / "step-10"
     model = tiny_llama()

@@ -17,9 +17,11 @@ from typing import Any
 
 import observe
 import pytest
+from observe import TENSORS
 from paths import HELPERS, ROOT
 from prefect import flow, task
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from safetensors.torch import save_file
 
 from ckptcore.errors import MissingDependency, UsageError, WorkerLost
 from ckptcore.planning.request import Settings
@@ -254,12 +256,10 @@ def test_tasks_of_a_killed_worker_are_submitted_once_more(
 
 
 def test_a_large_file_is_written_in_parts_by_several_workers(
-    prefect_api: str,
-    source: Path,
-    catalog: str,
-    tmp_path: Path,
-    cluster: tuple[str, list[subprocess.Popen[bytes]]],
+    prefect_api: str, catalog: str, tmp_path: Path, cluster: tuple[str, list[subprocess.Popen[bytes]]]
 ) -> None:
+    source = tmp_path / "source.safetensors"
+    save_file({f"{name}.{part}": tensor for name, tensor in TENSORS.items() for part in "ab"}, source)
     common: dict[str, Any] = {"catalog": catalog, "memory": "1MiB", "workers": 2, "batch": "40KiB"}
     convert(str(source), str(tmp_path / "threads.pt"), **common)
     state: Any = convert(

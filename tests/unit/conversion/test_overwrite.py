@@ -129,6 +129,7 @@ STRANGERS = [
 ]
 
 
+@pytest.mark.alike(4)
 @pytest.mark.grid
 @pytest.mark.parametrize("name", STRANGERS)
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])

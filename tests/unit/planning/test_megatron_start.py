@@ -280,6 +280,7 @@ def test_no_rank_has_a_part_of_a_head_or_group_of_mamba_layers(tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("asked_here")
 def test_the_config_of_megatron_bridge_has_the_other_modules_of_a_model(tmp_path: Path) -> None:
     source = hub(tmp_path / "hub", "qwen2_5_vl")

@@ -8,8 +8,8 @@ from ckptcore.utils.patterns import UnusablePattern, full_matches
 
 
 def test_an_expression_that_never_ends_is_ended() -> None:
-    with pytest.raises(UnusablePattern, match="more than 2 s"):
-        full_matches([r"(a+)+b"], ["a" * 200], seconds=2)
+    with pytest.raises(UnusablePattern, match="more than 1 s"):
+        full_matches([r"(a+)+b"], ["a" * 200], seconds=1)
 
 
 @pytest.mark.parametrize("pattern", ["(", "a" * 20_000, "(?P<x>a)(?P<x>b)", "(?<=a+)b"])
