@@ -259,7 +259,7 @@ def test_a_large_file_is_written_in_parts_by_several_workers(
     prefect_api: str, catalog: str, tmp_path: Path, cluster: tuple[str, list[subprocess.Popen[bytes]]]
 ) -> None:
     source = tmp_path / "source.safetensors"
-    save_file({f"{name}.{part}": tensor for name, tensor in TENSORS.items() for part in "ab"}, source)
+    save_file({f"{name}.{part}": tensor.clone() for name, tensor in TENSORS.items() for part in "ab"}, source)
     common: dict[str, Any] = {"catalog": catalog, "memory": "1MiB", "workers": 2, "batch": "40KiB"}
     convert(str(source), str(tmp_path / "threads.pt"), **common)
     state: Any = convert(
