@@ -203,7 +203,6 @@ _NUMBERS = list(range(20_000))
 _NAMES = {f"a{i}": i for i in range(20_000)}
 
 
-@pytest.mark.alike(4)
 @pytest.mark.grid
 @pytest.mark.parametrize("name", _SHARED)
 @pytest.mark.parametrize("file", ["a.ckpt", "rank0.pt"])

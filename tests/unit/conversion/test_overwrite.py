@@ -63,7 +63,6 @@ def refused(source: Path, dst: Path, *kinds: type[CkptError], **options: object)
     return caught.value
 
 
-@pytest.mark.alike(4)
 @pytest.mark.parametrize("suffix", ["", ".pt", ".safetensors"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("word", ["overwrite", "overwrite_foreign"])
@@ -129,7 +128,6 @@ STRANGERS = [
 ]
 
 
-@pytest.mark.alike(4)
 @pytest.mark.grid
 @pytest.mark.parametrize("name", STRANGERS)
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
