@@ -24,20 +24,12 @@ from ckptcore.utils.text import short_repr
 ARRAY = ".zarray"
 MAX_ARRAY = 64 << 10  # bytes of a .zarray
 _MAX_RANK, _MAX_DIM = 64, 1 << 50
-# What is written where a chunk is missing is not asked for: a missing chunk is a hole.
-_FIELDS = frozenset(
-    {
-        "chunks",
-        "compressor",
-        "dimension_separator",
-        "dtype",
-        "fill_value",
-        "filters",
-        "order",
-        "shape",
-        "zarr_format",
-    }
+# The specification of zarr v2 requires them, also where the value is null: a key with a flipped bit is a
+# missing key. What is written where a chunk is missing is not asked for: a missing chunk is a hole.
+_REQUIRED = frozenset(
+    {"chunks", "compressor", "dtype", "fill_value", "filters", "order", "shape", "zarr_format"}
 )
+_FIELDS = _REQUIRED | {"dimension_separator"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +136,8 @@ def parse(raw: bytes, label: str) -> Array:
     Raises:
         MalformedCheckpoint: The text is damaged.
         UnsupportedFormat: It is another version of zarr.
-        UnreadablePart: The array is compressed or filtered, or its dtype is not a plain number; has dtype
-            and shape.
+        UnreadablePart: A required key is missing, the array is compressed or filtered, or its dtype is not a
+            plain number; has dtype and shape.
     """
     form = _form(raw, label)
     if form.get("zarr_format") != 2:
@@ -157,27 +149,34 @@ def parse(raw: bytes, label: str) -> Array:
         raise MalformedCheckpoint(
             f"{label}: chunks {list(chunks)} do not fit shape {list(shape)}", file=label
         )
-    order, separator = form.get("order", "C"), form.get("dimension_separator", ".")
+    if missing_fields := sorted(_REQUIRED - form.keys()):
+        raise UnreadablePart(
+            f"{label} has no {', '.join(missing_fields)}, which zarr v2 requires",
+            hint="copy the file again from where it was saved",
+            shape=shape,
+            dtype=short_repr(form.get("dtype"), 40),
+        )
+    order, separator = form["order"], form.get("dimension_separator", ".")
     if order not in ("C", "F") or separator not in (".", "/"):
         raise MalformedCheckpoint(
             f"{label}: unknown order or separator (got {short_repr(order, 20)}, {short_repr(separator, 20)})",
             file=label,
         )
     for name in ("compressor", "filters"):
-        if form.get(name):
+        if form[name]:
             raise UnreadablePart(
                 f"{label}: cannot read chunks with {name} {_codec_names(form[name])}",
                 hint="rewrite the array uncompressed with zarr or tensorstore, like Megatron-Core",
                 shape=shape,
-                dtype=short_repr(form.get("dtype"), 40),
+                dtype=short_repr(form["dtype"], 40),
             )
-    dtype_and_order = _dtype(form.get("dtype"))
+    dtype_and_order = _dtype(form["dtype"])
     if dtype_and_order is None:
         raise UnreadablePart(
-            f"{label}: cannot read elements of dtype {short_repr(form.get('dtype'))}",
+            f"{label}: cannot read elements of dtype {short_repr(form['dtype'])}",
             hint=f"known: {', '.join(BY_ZARR)}",
             shape=shape,
-            dtype=short_repr(form.get("dtype"), 40),
+            dtype=short_repr(form["dtype"], 40),
         )
     dtype, swapped = dtype_and_order
     extra_fields = {name: value for name, value in form.items() if name not in _FIELDS}

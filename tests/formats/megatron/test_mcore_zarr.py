@@ -12,7 +12,7 @@ from samples import SAMPLES
 
 import ckptcore
 from ckptcore.conversion.pipeline import validate
-from ckptcore.errors import AmbiguousModel
+from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, UnsupportedFormat
 
 DIST, ZARR = "api_torch_dist_0.12.3", "api_zarr_0.12.3"
 KEY, LOCKED = "embedding.word_embeddings.weight", "optimizer.state.exp_avg.flat2d_row"
@@ -36,6 +36,34 @@ def test_chunks_without_a_header(copy: Copy) -> None:
     assert errors(folder) == set()
     (folder / KEY / ".zarray").unlink()
     assert errors(folder) == {f"missing-file {KEY}/.zarray"}
+
+
+def changed_key(folder: Path, key: str) -> Path:
+    """A copy's header, in which the name of a key is another."""
+    header = folder / KEY / ".zarray"
+    text = header.read_text()
+    assert text.count(f'"{key}"') == 1
+    header.write_text(text.replace(f'"{key}"', f'"{key[:-1]}~"'))
+    return header
+
+
+@pytest.mark.parametrize("key", ["compressor", "dtype", "fill_value", "filters", "order"])
+def test_a_header_with_a_changed_key(key: str, copy: Copy) -> None:
+    """The specification requires them all: one tensor cannot be read, and all others can."""
+    folder = copy(ZARR)
+    changed_key(folder, key)
+    findings = validate(ckptcore.open(str(folder)), "coverage").findings
+    (finding,) = (f for f in findings if f.severity == "error")
+    assert finding.fqn == KEY
+    assert f"{KEY}/.zarray has no {key}" in finding.message
+
+
+@pytest.mark.parametrize("key", ["chunks", "shape", "zarr_format"])
+def test_a_header_of_no_array(key: str, copy: Copy) -> None:
+    folder = copy(ZARR)
+    changed_key(folder, key)
+    with pytest.raises((MalformedCheckpoint, UnsupportedFormat), match=r"\.zarray"):
+        ckptcore.open(str(folder))
 
 
 def test_locks_without_their_array(copy: Copy) -> None:

@@ -63,6 +63,7 @@ def refused(source: Path, dst: Path, *kinds: type[CkptError], **options: object)
     return caught.value
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("suffix", ["", ".pt", ".safetensors"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("word", ["overwrite", "overwrite_foreign"])
