@@ -151,8 +151,8 @@ def _no_renewals_after_a_test() -> Iterator[None]:
 def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the test's own.
 
-    pytest's fixture reads the names of all earlier ones for the next free number, and moves a link to it: of
-    thousands of tests, one in a hundred seconds.
+    pytest's fixture reads the names of all earlier ones for the next free number, and moves a link to it: one
+    percent of the time of thousands of tests.
     """
     name = re.sub(r"\W", "_", request.node.name)[:30]
     return tmp_path_factory.mktemp(f"{name}-{next(FOLDERS)}", numbered=False)
