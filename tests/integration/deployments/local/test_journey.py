@@ -97,6 +97,31 @@ def test_from_a_training_job_to_an_sql_query(stack: Stack, tmp_path: Path) -> No
     assert f"file://{checkpoint}" in [related["prefect.resource.id"] for related in event["related"]]
 
 
+@pytest.mark.soak  # without the services: test_announced_flow
+def test_the_same_announcement_is_another_event_for_the_same_work(stack: Stack, checkpoint: Path) -> None:
+    """Nothing is converted twice."""
+    target = stack.exports / checkpoint.relative_to(stack.root)
+    ended: list[dict[str, Any]] = []
+
+    def announced(times: int) -> bool:
+        runs = [run for run in stack.runs("arrived") if run["parameters"]["source"] == str(checkpoint)]
+        ended[:] = [run for run in runs if run["state_type"] == "COMPLETED"]
+        return len(ended) == times
+
+    inodes = []
+    for times in (1, 2):
+        answer = stack.receiver.post(
+            "/hooks/curl",
+            json={"uri": str(checkpoint), "run": "announced-twice", "step": 7},
+            headers={"authorization": f"Bearer {stack.env['CKPTCORE_HOOK_TOKEN']}"},
+        )
+        assert answer.status_code == 202
+        assert eventually(lambda times=times: announced(times)), ended
+        inodes.append(target.stat().st_ino)
+    assert inodes[0] == inodes[1]
+    assert sorted(run["state_name"] for run in ended) == ["Already", "Completed"]
+
+
 @pytest.fixture
 def every_kind(stack: Stack, tmp_path: Path) -> Iterator[str]:
     """The address of one more receiver, with a source of every kind, on the same inbox and server."""
