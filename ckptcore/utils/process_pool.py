@@ -160,12 +160,11 @@ class _Worker:
         self.send(_SETUP, setup)
 
     def send(self, kind: int, value: object) -> None:
-        """Send a message; raise `WorkerLost` if the process has ended."""
+        """Send a message. Whether the process has ended, and why, says the next `receive`."""
         assert self.connection is not None  # it has begun
-        try:
+        # An ended process may have sent its error before, which says more than that it has ended.
+        with suppress(OSError):
             self.connection.send((kind, value))
-        except OSError as error:
-            raise self._server.lost() from error
 
     def receive(self) -> tuple[int, Any]:
         """Wait for a message; raise `WorkerLost` if the process has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -120,6 +121,27 @@ def test_a_module_that_cannot_be_imported_says_so(tmp_path: Path) -> None:
         ProcessPool("no_such_job", [{}]) as workers,
     ):
         list(workers.run([1], lambda nbytes: None))
+
+
+@pytest.mark.parametrize("jobs", [[1], []])
+def test_the_error_of_a_worker_that_ended_before_its_next_message(
+    jobs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = process_pool._Worker.send
+
+    def send_after_its_end(worker: process_pool._Worker, kind: int, value: object) -> None:
+        hang_up = select.poll()
+        hang_up.register(worker.waits_on, select.POLLHUP)
+        assert hang_up.poll(20_000)
+        send(worker, kind, value)
+
+    monkeypatch.setattr(process_pool._Worker, "send", send_after_its_end)
+    with (
+        pytest.raises(RuntimeError, match="ModuleNotFoundError"),
+        ProcessPool("no_such_job", [{}]) as workers,
+    ):
+        list(workers.run(jobs, lambda nbytes: None))
+        workers.finish()
 
 
 @pytest.mark.parametrize("stopped", ["", "worker", "fork server", "both"])
