@@ -135,13 +135,14 @@ def test_the_error_of_a_worker_that_ended_before_its_next_message(
         assert hang_up.poll(20_000)
         send(worker, kind, value)
 
+    def reports() -> list[object]:
+        with ProcessPool("no_such_job", [{}]) as workers:
+            list(workers.run(jobs, lambda nbytes: None))
+            return workers.finish()
+
     monkeypatch.setattr(process_pool._Worker, "send", send_after_its_end)
-    with (
-        pytest.raises(RuntimeError, match="ModuleNotFoundError"),
-        ProcessPool("no_such_job", [{}]) as workers,
-    ):
-        list(workers.run(jobs, lambda nbytes: None))
-        workers.finish()
+    with pytest.raises(RuntimeError, match="ModuleNotFoundError"):
+        reports()
 
 
 @pytest.mark.parametrize("stopped", ["", "worker", "fork server", "both"])
