@@ -323,5 +323,6 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     "npdtype": lambda v: "".join(reversed(v)),
     "npclass": lambda v: f"numpy.{v}",
     "enum": lambda v: v[1],
+    "enummember": lambda v: v[1],
     "record": lambda v: v[1],
 }

@@ -7,6 +7,7 @@ servers are a soak.
 from __future__ import annotations
 
 import filecmp
+import enum
 import io
 import json
 import os
@@ -94,6 +95,8 @@ def test_memory_counts_a_grandchild() -> None:
 def test_a_job_on_paper_writes_the_metadata_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases include uneven shards, empty chunks, batches and frames."""
     monkeypatch.syspath_prepend(HERE)
+    # As Python pickles members of enums, but for 3.11.0 to 3.11.3.
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _protocol: (type(self), (self._value_,)))
     import paper
 
     def job(ranks: int, layers: int) -> paper.Job:

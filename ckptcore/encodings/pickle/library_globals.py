@@ -26,7 +26,7 @@ import numpy as np
 from ckptcore.core.named_values import FACTORIES, NUMPY_CLASSES, NUMPY_CODE, normal
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.container_items import LargeKeys, keys
-from ckptcore.encodings.pickle.unpickler import Call
+from ckptcore.encodings.pickle.unpickler import MEMBERS, Call
 from ckptcore.utils.text import short_repr
 
 # Of a Fraction: the digits of an integer of 64 bytes.
@@ -334,6 +334,7 @@ _BUILTINS = {
 LIBRARY_TABLE: dict[str, Any] = {
     **PATHS,
     **_CALLS,
+    **MEMBERS,
     **{f"builtins.{name}": entry for name, entry in _BUILTINS.items()},
     **{f"__builtin__.{name}": entry for name, entry in _BUILTINS.items()},
     "__builtin__.xrange": _CALLS["builtins.range"],

@@ -27,9 +27,10 @@ class Call:
             item of a list; two are the items of a dict. Code that reads such a list or dict must handle
             `Columns`.
         opens: Whether its instances begin as `Shortcuts.opening` reads them.
+        member: For an enum, makes the value of a member from its name. See `MEMBER` of the unpickler.
     """
 
-    __slots__ = ("build", "fields", "is_size", "name", "opens", "run")
+    __slots__ = ("build", "fields", "is_size", "member", "name", "opens", "run")
 
     def in_messages(self) -> str:
         """Return what a message calls it."""
@@ -44,9 +45,10 @@ class Call:
         fields: tuple[str, ...] = (),
         run: tuple[str, ...] = (),
         opens: bool = False,
+        member: Callable[[str], Any] | None = None,
     ) -> None:
         self.name, self.build, self.is_size, self.fields, self.run = name, build, is_size, fields, run
-        self.opens = opens
+        self.opens, self.member = opens, member
 
 
 class Record:

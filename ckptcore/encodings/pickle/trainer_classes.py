@@ -7,9 +7,11 @@ function, would make the program that loads the output call it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ckptcore.core.object_tree import Named
+from ckptcore.encodings.pickle.unpickler import is_member_name
 from ckptcore.errors import UnsafeContent
 from ckptcore.utils.text import short_repr
 
@@ -44,6 +46,18 @@ MEGATRON_ENUMS = frozenset(
         "signal.Signals",
     }
 )
+# signal(7): what a launcher may send. The others are none that a trainer waits for.
+LINUX_SIGNALS = {
+    "SIGHUP": 1,
+    "SIGINT": 2,
+    "SIGQUIT": 3,
+    "SIGABRT": 6,
+    "SIGUSR1": 10,
+    "SIGUSR2": 12,
+    "SIGALRM": 14,
+    "SIGTERM": 15,
+    "SIGCONT": 18,
+}
 DEEPSPEED_ENUMS = frozenset(
     {
         "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile",
@@ -66,11 +80,18 @@ DEEPSPEED_RECORDS = frozenset(
         "deepspeed.checkpoint.universal_checkpoint.SubparamShape",  # of universal folders
     }
 )
-_KNOWN = {"enum": MEGATRON_ENUMS | DEEPSPEED_ENUMS, "record": MEGATRON_RECORDS | DEEPSPEED_RECORDS}
+_ENUMS = MEGATRON_ENUMS | DEEPSPEED_ENUMS
+_KNOWN = {"enum": _ENUMS, "enummember": _ENUMS, "record": MEGATRON_RECORDS | DEEPSPEED_RECORDS}
+# What an instance is made from: the value or the name of a member, attributes.
+_CONTENTS: dict[str, Callable[[Any], bool]] = {
+    "enum": lambda value: type(value) in (int, str),
+    "enummember": is_member_name,
+    "record": lambda attributes: isinstance(attributes, dict),
+}
 
 
 def require_class(kind: str, value: Any) -> tuple[str, str]:
-    """Return (module, name) of the class of an ``enum`` or ``record``.
+    """Return (module, name) of the class of an ``enum``, ``enummember`` or ``record``.
 
     Raises:
         UnsafeContent: It is none of the lists above, or the value is not what the class is made from.
@@ -101,9 +122,8 @@ def foreign_classes(tree: Any) -> tuple[str, ...]:
 
 
 def _doubt(kind: str, value: Any) -> str:
-    """Return what is wrong with an ``enum`` or ``record``, as a name; empty if nothing is."""
+    """Return what is wrong with a value of a known class, as a name; empty if nothing is."""
     if not isinstance(value, (list, tuple)) or len(value) != 2 or type(value[0]) is not str:
         return f"{kind} {short_repr(value, 60)}"
     name, content = value
-    is_plain = type(content) in (int, str) if kind == "enum" else isinstance(content, dict)
-    return "" if name in _KNOWN[kind] and is_plain else str(short_repr(name, 80)).strip("'\"")
+    return "" if name in _KNOWN[kind] and _CONTENTS[kind](content) else str(short_repr(name, 80)).strip("'\"")

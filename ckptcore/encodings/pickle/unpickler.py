@@ -25,7 +25,19 @@ from ckptcore.encodings.pickle.records import Call, Memo, Record, Shortcuts, by_
 from ckptcore.errors import MalformedCheckpoint, UnsafeContent
 from ckptcore.utils.memory import reuse_memory
 
-__all__ = ["Call", "Columns", "Names", "Record", "Sizes", "loads", "record"]
+__all__ = [
+    "MEMBERS",
+    "Call",
+    "Columns",
+    "Names",
+    "Record",
+    "Sizes",
+    "enum_record",
+    "is_member_name",
+    "loads",
+    "member_of",
+    "record",
+]
 _MAX_LONG_BYTES = 64
 _MAX_STACK = 100_000  # nesting of marks, far beyond any real pickle
 # Limit of arguments to calls per byte of pickle: an argument shared through the memo costs a call
@@ -56,6 +68,36 @@ def record(kind: str, *fields: str, run: tuple[str, ...] = (), opens: bool = Fal
         opens: See `Call`.
     """
     return Call(kind, lambda *args: Record(kind, args, fields), fields=fields, run=run, opens=opens)
+
+
+def enum_record(kind: str) -> Call:
+    """Return a table entry for an enum whose members are kept as `Record`, with their value or their name."""
+    return Call(kind, lambda *args: Record(kind, args), member=lambda name: Record(kind, (name,)))
+
+
+def member_of(owner: Any, name: Any) -> Any:
+    """Return the member of an enum with a name, or the refused class that it is of.
+
+    CPython 3.11.0 to 3.11.3 pickle a member as ``getattr(its class, its name)``, all others as
+    ``its class(its value)`` (bpo-44342, Lib/enum.py). Debian 12 has 3.11.2.
+
+    Raises:
+        LookupError: What is asked for is no member of an enum: the attribute of an object may be anything.
+    """
+    if type(owner) is Refused:
+        return owner
+    if type(owner) is not Call or owner.member is None or not is_member_name(name):
+        raise LookupError(name)
+    return owner.member(name)
+
+
+def is_member_name(name: Any) -> bool:
+    """Report whether a value may be the name of a member of an enum, and no other attribute of the class."""
+    return type(name) is str and name.isidentifier() and not name.startswith("_")
+
+
+_MEMBER = Call("builtins.getattr", member_of)
+MEMBERS = {"builtins.getattr": _MEMBER, "__builtin__.getattr": _MEMBER}  # of a table that has enums
 
 
 def loads(
@@ -225,7 +267,7 @@ def _run(
                     argument_bytes += _given(args)
                     if argument_bytes > limit:
                         raise _too_much(label, size)
-                stack[-1] = instance = _call(stack[-1], args, label)
+                stack[-1] = instance = _call(stack[-1], args, label, refused)
                 spent += _RECORD // 2 if type(instance) is Record else CONTAINER // 2
             elif op == 0x85:  # TUPLE1
                 stack[-1] = (stack[-1],)
@@ -370,7 +412,7 @@ def _run(
                 argument_bytes += _given(args)
                 if argument_bytes > limit:
                     raise _too_much(label, size)
-                stack[-1] = instance = _call(stack[-1], args, label)
+                stack[-1] = instance = _call(stack[-1], args, label, refused)
                 spent += _RECORD // 2 if type(instance) is Record else CONTAINER // 2
             elif op == 0x30:  # POP
                 if stack:
@@ -424,6 +466,10 @@ def _global(module: Any, name: Any, table: Mapping[str, Any], label: str, refuse
     full = f"{module}.{name}"
     if full in table:
         return table[full]
+    return _refuse(full, label, refused)
+
+
+def _refuse(full: str, label: str, refused: list[str] | None) -> Refused:
     if refused is None:
         raise UnsafeContent(
             f"cannot load {full!r} for {label}: it is not on the allow-list", **{"global": full}
@@ -433,10 +479,15 @@ def _global(module: Any, name: Any, table: Mapping[str, Any], label: str, refuse
     return Refused(full)
 
 
-def _call(function: Any, args: Any, label: str) -> Any:
+def _call(function: Any, args: Any, label: str, refused: list[str] | None) -> Any:
     if type(function) is Call:
         if type(args) is not tuple:
             raise MalformedCheckpoint(f"{label} calls {function.name} without an argument tuple")
+        if function is _MEMBER:
+            try:
+                return member_of(*args)
+            except LookupError:
+                return _refuse(_MEMBER.name, label, refused)
         return function.build(*args)
     if type(function) is Refused:
         return function

@@ -198,6 +198,15 @@ def _enum(p: Pickled, value: list[Any]) -> None:
     p.call(*require_class("enum", value), value[1])
 
 
+def _enum_member(p: Pickled, value: list[Any]) -> None:
+    """Write [class, name] as CPython 3.11.0 to 3.11.3 pickle a member: its value is not known here."""
+    p.name("__builtin__", "getattr")
+    p.out += b"("
+    p.name(*require_class("enummember", value))
+    p.value(value[1])
+    p.out += b"tR"
+
+
 def _record(p: Pickled, value: list[Any]) -> None:
     """Write [class, attributes] like an object without its own reduction."""
     _attributes(*require_class("record", value), b")\x81")(p, value[1])
@@ -374,7 +383,7 @@ OF_LIBRARIES: dict[str, Emit] = {
 _BY_CLASSES: tuple[tuple[Classes, dict[str, Emit]], ...] = (
     (Classes.PLAIN, {**OF_TORCH, "ndarray": _array}),
     (Classes.LIBRARIES, OF_LIBRARIES),
-    (Classes.TRAINERS, {"enum": _enum, "record": _record}),
+    (Classes.TRAINERS, {"enum": _enum, "enummember": _enum_member, "record": _record}),
 )
 
 

@@ -19,7 +19,17 @@ from ckptcore.core.manifest import with_dims
 from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.pickle.library_globals import PATHS
 from ckptcore.encodings.pickle.torch_globals import COMMON, DTYPE_GLOBALS
-from ckptcore.encodings.pickle.unpickler import Call, Columns, Names, Record, Sizes, loads, record
+from ckptcore.encodings.pickle.unpickler import (
+    MEMBERS,
+    Call,
+    Columns,
+    Names,
+    Record,
+    Sizes,
+    enum_record,
+    loads,
+    record,
+)
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
 from ckptcore.store.subfolder import FileRange, explain
@@ -42,24 +52,27 @@ _CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
         "TensorStorageMetadata": (),
         "BytesStorageMetadata": (),
         "TensorProperties": (),
-        "_MEM_FORMAT_ENCODING": (),
         "StorageMeta": (),
         "ChunkStorageMetadata": _CHUNK,
         "MetadataIndex": _INDEX,
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
     # torch 2.1 and 2.2.
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": (), "MEM_FORMAT_ENCODING": ()},
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": ()},
     # Megatron-Core >= 0.11 adds each rank's plan of its save to the metadata.
     "torch.distributed.checkpoint.planner": {
         "SavePlan": (),
         "WriteItem": ("index", "type", "bytes_io_data", "tensor_data"),
         "TensorWriteData": ("chunk", "properties", "size"),
-        "WriteItemType": (),
     },
     # OLMo-core's own storage layer, same fields (olmo_core/distributed/checkpoint/filesystem.py).
     "olmo_core.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
 }
+_ENUMS = (
+    (_META, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.planner", "WriteItemType"),
+)
 TABLE: dict[str, Any] = {
     **{
         f"{module}.{name}": record(
@@ -68,6 +81,8 @@ TABLE: dict[str, Any] = {
         for module, names in _CLASSES.items()
         for name, fields in names.items()
     },
+    **{f"{module}.{name}": enum_record(name) for module, name in _ENUMS},
+    **MEMBERS,
     # megatron/core/dist_checkpointing/strategies/torch.py: 0.11 to 0.15, and 0.15.
     f"{_MCORE}.MCoreSavePlan": record("SavePlan"),
     f"{_MCORE}.MCoreMetadata": record("Metadata"),

@@ -38,9 +38,12 @@ def _stage_number(*args: Any) -> int:
     return args[0]
 
 
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 TABLE: dict[str, Any] = {
     **MEGATRON_TABLE,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": Call("ZeroStageEnum", _stage_number),
+    "deepspeed.runtime.zero.config.ZeroStageEnum": Call(
+        "ZeroStageEnum", _stage_number, member=_STAGES.__getitem__
+    ),
     **{name: dataclass_global(name) for name in DEEPSPEED_RECORDS},
     **{name: enum_global(name) for name in DEEPSPEED_ENUMS},
 }

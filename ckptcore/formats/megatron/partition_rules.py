@@ -559,7 +559,7 @@ def _unrolled(text: str) -> list[str] | None:
 
 
 def _layer_kind(entry: Any) -> Any:
-    if isinstance(entry, Named) and entry.kind == "enum":  # LayerType.decoder, by name or value
+    if isinstance(entry, Named) and entry.kind in ("enum", "enummember"):  # LayerType.decoder
         kind = entry.value[1]  # a number or text
         return "decoder" if kind == 4 else kind
     # Megatron ignores the case of names in a list, and spaces around them.

@@ -16,7 +16,7 @@ from typing import Any
 from ckptcore.core.named_values import CONTAINERS, content_of, with_content
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, REBUILDS, with_attributes
-from ckptcore.encodings.pickle.trainer_classes import MEGATRON_ENUMS, MEGATRON_RECORDS
+from ckptcore.encodings.pickle.trainer_classes import LINUX_SIGNALS, MEGATRON_ENUMS, MEGATRON_RECORDS
 from ckptcore.encodings.pickle.unpickler import Call, Record, record
 from ckptcore.encodings.torchzip.reader import Objects, bound_tree, read_objects
 from ckptcore.errors import MalformedCheckpoint
@@ -160,20 +160,14 @@ _KINDS: dict[str, Any] = {
 
 
 def enum_global(name: str) -> Call:
-    """Return the entry of an enum: pickled by value; CPython 3.11.0 to 3.11.3 use `getattr` for members."""
+    """Return the entry of an enum, whose members are kept with their value or with their name (`MEMBERS`)."""
 
     def build(*args: Any) -> Named:
         if len(args) != 1 or type(args[0]) not in (int, str):
             raise ValueError(f"{name} of something else than one value")
         return Named("enum", [name, args[0]])
 
-    return Call(name, build)
-
-
-def _member(owner: Any, name: Any) -> Any:
-    if type(owner) is Call and owner.name in MEGATRON_ENUMS and type(name) is str:
-        return Named("enum", [owner.name, name])
-    return owner if type(owner) is Refused else Refused("builtins.getattr")
+    return Call(name, build, member=lambda member: Named("enummember", [name, member]))
 
 
 def _from_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -211,8 +205,8 @@ MEGATRON_TABLE: dict[str, Any] = {
     "torch._C.Generator": record("generator"),
     # Lib/enum.py
     **{name: enum_global(name) for name in MEGATRON_ENUMS},
-    "builtins.getattr": Call("getattr", _member),
-    "__builtin__.getattr": Call("getattr", _member),
+    # CPython 3.11.0 to 3.11.3 pickle a signal as a global: args.exit_signal
+    **{f"signal.{name}": Named("enum", ["signal.Signals", number]) for name, number in LINUX_SIGNALS.items()},
     # dataclasses and plain classes that `args` or the optimizer's state hold
     **{name: dataclass_global(name) for name in MEGATRON_RECORDS},
 }

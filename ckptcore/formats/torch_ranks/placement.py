@@ -14,6 +14,7 @@ and no instance is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -29,7 +30,7 @@ from ckptcore.encodings.pickle.torch_globals import (
     of_class,
     with_attributes,
 )
-from ckptcore.encodings.pickle.unpickler import Call, Record, record
+from ckptcore.encodings.pickle.unpickler import Call, Record, enum_record, member_of, record
 from ckptcore.errors import MalformedCheckpoint, UnsafeContent, UnsupportedFormat
 from ckptcore.topology import torch_chunk as cuts
 from ckptcore.utils.text import short_repr
@@ -79,7 +80,6 @@ _CLASSES: dict[str, dict[str, str]] = {
     f"{_SHARD}.sharded_tensor.metadata": {
         "ShardedTensorMetadata": "ShardedTensorMetadata",
         "TensorProperties": "TensorProperties",
-        "MEM_FORMAT_ENCODING": "MEM_FORMAT_ENCODING",
     },
     f"{_SHARD}.metadata": {"ShardMetadata": "ShardMetadata"},
     f"{_SHARD}.sharding_spec.chunk_sharding_spec": {"ChunkShardingSpec": "ShardingSpec"},
@@ -147,6 +147,8 @@ def _with_own_fields(state: Any) -> Any:
 
 def _nested_class(owner: Any, name: Any) -> Any:
     """Resolve ``getattr(ShardedTensor, "ProcessGroupState")``, protocol 2's form of a nested class."""
+    with suppress(LookupError):
+        return member_of(owner, name)
     if owner is not _SHARDED_CLASS or name != "ProcessGroupState":
         owner_name = owner.name if type(owner) is Call else type(owner).__name__
         raise UnsafeContent(
@@ -160,7 +162,7 @@ _REBUILT = frozenset(call.name for call in REBUILDS.values())
 _GROUP = record("ProcessGroupState")
 _TABLE: dict[str, Any] = {
     f"{module}.{name}": record(kind) for module, names in _CLASSES.items() for name, kind in names.items()
-}
+} | {f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING": enum_record("MEM_FORMAT_ENCODING")}
 _SHARDED_CLASS = _TABLE[f"{_SHARD}.sharded_tensor.api.ShardedTensor"]
 DIST_TABLE: dict[str, Any] = {
     **OBJECT_TABLE,

@@ -308,6 +308,8 @@ ATTACKS: dict[str, Any] = {
     "a function as an enum": {"$": "enum", "value": ["os.system", "echo owned"]},
     "a function as a record": {"$": "record", "value": ["builtins.exec", {"a": _RUN}]},
     "a call as an enum": {"$": "enum", "value": ["builtins.exec", _RUN]},
+    "an attribute of a function": {"$": "enummember", "value": ["os.system", "echo"]},
+    "an attribute of a class": {"$": "enummember", "value": ["megatron.core.enums.ModelType", "__init__"]},
     "an unknown class": {"$": "record", "value": ["my.Class", {}]},
     "inside": {"a": [{"$": "tuple", "items": [{"$": "enum", "value": ["os.system", "id"]}]}]},
     "in a key": {

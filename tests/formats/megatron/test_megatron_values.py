@@ -72,11 +72,7 @@ def test_arguments_and_what_they_hold(module: Module, tmp_path: Path) -> None:
     vars(config)["OptimizerConfig"] = made
     one = made(1e-4, torch.bfloat16)
     args = argparse.Namespace(
-        lr=1e-4,
-        kind=kinds.encoder_or_decoder,
-        config=one,
-        repeated=one,
-        deep=types.SimpleNamespace(a=(1, [2])),
+        lr=1e-4, kind=Reduced(kinds, 1), config=one, repeated=one, deep=types.SimpleNamespace(a=(1, [2]))
     )
     found = read({"args": args, "iteration": 7}, tmp_path)
     record = Named(
@@ -101,7 +97,8 @@ def test_an_enum_by_name(module: Module, tmp_path: Path) -> None:
     kinds: Any = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module=enums.__name__)
     vars(enums)["ModelType"] = kinds
     found = read({"kind": Reduced(getattr, kinds, "encoder_or_decoder")}, tmp_path)
-    assert found.tree == {"kind": Named("enum", ["megatron.core.enums.ModelType", "encoder_or_decoder"])}
+    member = Named("enummember", ["megatron.core.enums.ModelType", "encoder_or_decoder"])
+    assert found.tree == {"kind": member}
 
 
 def test_a_signal(tmp_path: Path) -> None:

@@ -316,6 +316,18 @@ def test_attributes_of_other_classes_are_unsafe(tmp_path: Path) -> None:
         opened(value, tmp_path / "x")
 
 
+def test_a_member_of_an_unknown_enum_is_refused_alone(tmp_path: Path) -> None:
+    """As Python 3.11.0 to 3.11.3 pickle it."""
+    folder, member = tmp_path / "x", Called(Global("__builtin__.getattr"), (Global("ast.Constant"), "A"))
+    folder.mkdir()
+    old.save({"plain": FULL, "args": {"kind": member}}, folder / "model_rank_0.pt")
+    manifest = ckptcore.open(str(folder))
+    assert torch.equal(ckptcore.read(manifest, "plain"), FULL)
+    (finding,) = [f for f in manifest.findings if f.code == "refused-global"]
+    assert "ast.Constant" in finding.message
+    assert "getattr" not in finding.message
+
+
 def test_uneven_strided_shards_are_refused(tmp_path: Path) -> None:
     """Releases of torch cut them differently, and the pickle does not record the release."""
     ranks, uneven = torch.arange(4).view(2, 2), ("_StridedShard", {"dim": 0, "split_factor": 3})
