@@ -24,7 +24,8 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 # Tests start some hundred processes: none of them compiles the modules that another has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-PYTHON ?= python3
+# python3 of PATH, or the system's own where that is faster.
+PYTHON ?= $(shell ./.ci/python)
 # Tests wait for servers and processes a good part of their time: five at once keep two cores busy.
 JOBS ?= 5
 # Debian packages that a test needs, installed by set-up where missing: by root only, and elsewhere

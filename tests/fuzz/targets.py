@@ -67,7 +67,9 @@ def targets(root: Path, limit: int = 1_000_000) -> Iterator[Target]:
             folder = Path(scratch) / archive.name.removesuffix(".tar.zst")
             plain = zstandard.ZstdDecompressor().stream_reader(archive.read_bytes()).read()
             with tarfile.open(fileobj=io.BytesIO(plain)) as tar:
-                tar.extractall(folder, filter="data")
+                # Python before 3.11.4 has no filters: https://peps.python.org/pep-0706/
+                tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+                tar.extractall(folder)
             yield from _folders(folder, limit)
 
 

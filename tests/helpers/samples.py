@@ -116,7 +116,9 @@ def unpack(under: Path, archive: Path) -> Path:
     with archive.open("rb") as packed:
         plain = zstandard.ZstdDecompressor().stream_reader(packed).read()
     with tarfile.open(fileobj=io.BytesIO(plain)) as tar:
-        tar.extractall(staging, filter="data")
+        # Python before 3.11.4 has no filters: https://peps.python.org/pep-0706/
+        tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+        tar.extractall(staging)
     try:
         os.rename(staging, target)
     except OSError:  # another process was first
