@@ -6,8 +6,8 @@ servers are a soak.
 
 from __future__ import annotations
 
-import filecmp
 import enum
+import filecmp
 import io
 import json
 import os
