@@ -143,7 +143,7 @@ class _Reduced:
 
 
 def _saved(value: Any) -> bytes:
-    """Pickle what `old_pickles` stands for."""
+    """Return the pickle of a value of `old_pickles`."""
     file = io.BytesIO()
     old.Pickler(file).dump(value)
     return file.getvalue()
