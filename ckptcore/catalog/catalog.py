@@ -38,6 +38,7 @@ from ckptcore.catalog.retirements import RetirementRecord
 from ckptcore.catalog.training import USER, Training, TrainingFacts
 from ckptcore.catalog.training_rows import Ranked
 from ckptcore.catalog.types import (
+    Begun,
     CheckpointDetail,
     CheckpointFacts,
     CheckpointRow,
@@ -178,23 +179,22 @@ class Catalog:
     ) -> str:
         """Record that a conversion starts, and return its id. See `ConversionStart` for the arguments."""
         start = ConversionStart(request, source_uri, destination_uri, verb, tool_version, flow_run_id)
-        return self.begin_each([start])[0]
+        return self.begin_each([start])[0].id
 
-    def begin_each(self, starts: Iterable[ConversionStart]) -> tuple[str, ...]:
-        """Record in one transaction that several conversions start."""
-        process, conversion_ids = this_process(), list[str]()
+    def begin_each(self, starts: Iterable[ConversionStart]) -> tuple[Begun, ...]:
+        """Record in one transaction that several conversions start; read what is known of their sources."""
+        process, begun = this_process(), tuple[Begun, ...]()
         try:
             with self.writing() as conn:
                 conversions.end_interrupted(conn, clock(conn), *conversions.of_machine(process))
-                conversion_ids += [
-                    conversions.begin_conversion(conn, clock(conn), start, process) for start in starts
-                ]
+                begun = tuple(conversions.begin(conn, clock(conn), start, process) for start in starts)
+            conversion_ids = [conversion.id for conversion in begun]
             _RUNNING.update(dict.fromkeys(conversion_ids, process))
             RUNNING.add(self.renew, conversion_ids)
         finally:
             if process not in _RUNNING.values():  # nothing was recorded
                 forget(process)
-        return tuple(conversion_ids)
+        return begun
 
     def renew(self, conversion_ids: Collection[str]) -> Collection[str]:
         """Renew the rows of running conversions, and return those that have ended."""

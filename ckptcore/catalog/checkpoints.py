@@ -212,26 +212,27 @@ def note_findings(
         level: the deepest level that was checked in full. None resolves nothing.
     """
     new = {tuple(row[name] for name in _IDENTITY): row for row in map(storable_finding, findings)}
-    if checkpoint is not None:
-        closed = []
-        for row in _open_findings(conn, checkpoint):
-            # A check repeats what an earlier one has found: one row, with its first date.
-            same = tuple(getattr(row, name) for name in _IDENTITY)
-            if same in new and conversion is None:
-                del new[same]
-            # A check closes what it could have seen: findings of deeper levels stay open.
-            elif same in new or _depth(row.level) <= _depth(level):
-                closed.append({"row": row.id})
-        if closed:
-            conn.execute(
-                update(FindingRecord).where(FindingRecord.id == bindparam("row")).values(resolved_at=now),
-                closed,
-            )
+    open_findings: Sequence[Any] = () if checkpoint is None else _open_findings(conn, checkpoint)
+    closed = []
+    for row in open_findings:
+        # A check repeats what an earlier one has found: one row, with its first date.
+        same = tuple(getattr(row, name) for name in _IDENTITY)
+        if same in new and conversion is None:
+            del new[same]
+        # A check closes what it could have seen: findings of deeper levels stay open.
+        elif same in new or _depth(row.level) <= _depth(level):
+            closed.append({"row": row.id})
+    if closed:
+        conn.execute(
+            update(FindingRecord).where(FindingRecord.id == bindparam("row")).values(resolved_at=now), closed
+        )
     ids = {"checkpoint_id": checkpoint, "conversion_id": conversion, "found_at": now}
     if new:
         conn.execute(insert(FindingRecord), [row | ids for row in new.values()])
     if checkpoint is not None:
-        _settle(conn, now, checkpoint, level)
+        if closed or new:
+            open_findings = _open_findings(conn, checkpoint)
+        _settle(conn, now, checkpoint, level, open_findings)
 
 
 def set_tag(conn: Connection, now: datetime, checkpoint: int, key: str, value: str | None) -> None:
@@ -380,9 +381,11 @@ def _run(conn: Connection, now: datetime, name: str | None) -> int | None:
     ).scalar_one()
 
 
-def _settle(conn: Connection, now: datetime, checkpoint: int, level: str | None) -> None:
+def _settle(
+    conn: Connection, now: datetime, checkpoint: int, level: str | None, open_findings: Sequence[Any]
+) -> None:
     """Derive the state and the verification of a checkpoint from its open findings."""
-    codes = {row.code for row in _open_findings(conn, checkpoint) if row.severity == "error"}
+    codes = {row.code for row in open_findings if row.severity == "error"}
     current_state = select(Checkpoint.verified_level, Checkpoint.state).where(Checkpoint.id == checkpoint)
     before, changes = conn.execute(current_state).one(), dict[str, Any]()
     if codes:

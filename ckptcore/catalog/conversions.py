@@ -21,9 +21,10 @@ from ckptcore.catalog.database import clock
 from ckptcore.catalog.holdings import put_stamp
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO, ConversionProcess
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, same_places
-from ckptcore.catalog.query import current_first, in_parts, resolve_checkpoint
+from ckptcore.catalog.query import at, current_first, in_parts, resolve_checkpoint
 from ckptcore.catalog.row_values import parsed
 from ckptcore.catalog.types import (
+    Begun,
     CheckpointFacts,
     CheckpointRow,
     ConversionFacts,
@@ -44,6 +45,14 @@ _OF_OUTPUT = frozenset({"found-files", "left-beside", "not-loadable"})
 
 FAILED, NOT_DONE, UNPROVEN, OK = "failed", "not-done", "unproven", "ok"  # verdicts on exports
 LEASE = timedelta(minutes=5)  # silence after which a conversion of another machine does not run any more
+
+
+def begin(conn: Connection, now: datetime, start: ConversionStart, process: Sequence[str]) -> Begun:
+    """Insert a running conversion, and read what is known of its source."""
+    new, source = begin_conversion(conn, now, start, process), at(conn, start.source_uri)
+    if source is None:
+        return Begun(new)
+    return Begun(new, source, training_rows.read(conn, resolve_checkpoint(conn, source[0].id)))
 
 
 def begin_conversion(
@@ -247,12 +256,14 @@ def succeed(
     # reads its source, and its turn is yet to come.
     same_destination = Conversion.destination_uri.in_(same_places(row.destination_uri))
     # Earlier ones only: a later one has not begun to publish while this one had the destination.
-    before = and_(same_destination, Conversion.id < row.id)
-    alive = [
-        running.id for running in _recorded(conn, before) if processes.is_running(running.process.split(" "))
+    gone = [
+        earlier.id
+        for earlier in _recorded(conn, same_destination, Conversion.id < row.id)
+        if not processes.is_running(earlier.process.split(" "))
     ]
-    earlier = and_(before, Conversion.id.not_in(alive))
-    _end(conn, now, earlier, f"the process ended unexpectedly; {conversion} wrote the destination")
+    for part in in_parts(gone):
+        why = f"the process ended unexpectedly; {conversion} wrote the destination"
+        _end(conn, now, Conversion.id.in_(part), why)
     return derived_uuid
 
 

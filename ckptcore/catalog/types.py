@@ -164,6 +164,21 @@ class ConversionStart:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """A conversion that is recorded as running, and what the catalog knew as it began.
+
+    Attributes:
+        id: the conversion.
+        source: the current or last checkpoint at the source's place with its files, if one was recorded.
+        training: the facts about the training of that checkpoint, if any.
+    """
+
+    id: str
+    source: tuple[CheckpointRow, tuple[FileRow, ...]] | None = None
+    training: Training | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ConversionFacts:
     """The facts to record about a conversion that has published its output.
 

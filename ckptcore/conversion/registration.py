@@ -381,18 +381,10 @@ def start_each(
     announcement: Announcement = UNANNOUNCED,
 ) -> list[Registration]:
     """Record the begin of several conversions in one transaction; see `start`."""
-    numbers = catalog.begin_each([_start_of(request, flow_run_id) for request in requests])
-    recorded = catalog.at_each(request.source for request in requests)
+    conversions = catalog.begin_each([_start_of(request, flow_run_id) for request in requests])
     return [
-        Registration(
-            catalog,
-            number,
-            request,
-            announcement,
-            source,
-            None if source is None else catalog.training(source[0].id),
-        )
-        for number, request, source in zip(numbers, requests, recorded, strict=True)
+        Registration(catalog, begun.id, request, announcement, begun.source, begun.training)
+        for begun, request in zip(conversions, requests, strict=True)
     ]
 
 

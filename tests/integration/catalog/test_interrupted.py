@@ -207,8 +207,7 @@ def test_marks_go_with_the_conversions_of_a_process(catalog, tmp_path, monkeypat
     assert catalog.begin_each([]) == ()
     assert not list((tmp_path / "marks").iterdir())
     first = begin(catalog, "/a")
-    second, third = catalog.begin_each(starts[:2])
-    for conversion in (first, second, third):
+    for conversion in (first, *(begun.id for begun in catalog.begin_each(starts[:2]))):
         assert list((tmp_path / "marks").iterdir())
         catalog.fail(conversion, code="x", message="")
     assert not list((tmp_path / "marks").iterdir())
