@@ -7,6 +7,7 @@ import inspect
 import itertools
 import os
 import re
+import runpy
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -59,8 +60,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Torch and the collected tests are a million objects that stay: to look through them again every few
-    # thousand new ones takes a fifteenth of the time of all tests.
-    gc.set_threshold(20_000, 20, 100)
+    # thousand new ones takes a fifteenth of the time of all tests. What tests start does the same.
+    startup = Path(__file__).parent / "helpers/startup"
+    runpy.run_path(str(startup / "sitecustomize.py"))
+    paths = (str(startup), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # Here, so that forks of the process that collects have it, too.
     quick_disks.install()
     # A shell starts what runs in the background with Ctrl-C ignored, and every child inherits that.
